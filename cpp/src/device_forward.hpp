@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA side of the library as c_api.cpp sees it. Every function throws Error.
+// Built either from device.cpp, plan.cpp, registry.cpp and device_forward.cpp, or, without CUDA, from
+// no_cuda.cpp.
+#pragma once
+
+#include "attnres/attnres.h"
+
+namespace attnres {
+
+// Launch the operator for arguments that check(args, true) accepts.
+void device_forward(const attnres_forward_args& args, CUstream_st* stream);
+
+// What device_forward would launch on the device of `args`.
+attnres_plan_info plan_on_device(const attnres_forward_args& args);
+
+// The same for a described GPU.
+attnres_plan_info plan_for(const attnres_forward_args& args, int compute_major, int compute_minor,
+                           int num_sms);
+
+attnres_probe_info probe(int device);
+void warmup(int device);
+
+int num_permutations();
+attnres_permutation get_permutation(int index);
+
+}  // namespace attnres
