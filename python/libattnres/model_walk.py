@@ -49,7 +49,8 @@ class WalkCall:
     @property
     def rows_moved(self) -> int:
         """Rows of ``H`` elements per token that the call must read or write, weights left out: the
-        bank rows, the prefix, the output, ``delta`` and the prefix's update, the bank row written."""
+        bank rows, the prefix, the output, ``delta`` and the prefix's update, the bank row written.
+        """
         return self.num_blocks + 2 + 2 * self.has_delta + (self.block_write_idx >= 0)
 
 

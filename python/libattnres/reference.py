@@ -146,17 +146,13 @@ def attn_res(
             raise ValueError(f"blocks: expected a bank entry for {num_tokens} tokens, got none")
         prefixes_per_row = 1
     elif num_tokens % num_bank_tokens != 0:
-        raise ValueError(
-            f"prefix: expected a multiple of {num_bank_tokens} tokens, got {num_tokens}"
-        )
+        raise ValueError(f"prefix: expected a multiple of {num_bank_tokens} tokens, got {num_tokens}")
     else:
         prefixes_per_row = num_tokens // num_bank_tokens
     if not 0 <= num_blocks <= num_bank_rows:
         raise ValueError(f"num_blocks: expected 0..{num_bank_rows}, got {num_blocks}")
     if not -1 <= block_write_idx < num_bank_rows:
-        raise ValueError(
-            f"block_write_idx: expected -1..{num_bank_rows - 1}, got {block_write_idx}"
-        )
+        raise ValueError(f"block_write_idx: expected -1..{num_bank_rows - 1}, got {block_write_idx}")
     if block_write_idx >= 0 and prefixes_per_row > 1:
         raise ValueError(
             f"block_write_idx: expected -1 with {prefixes_per_row} tokens per bank entry, "
@@ -180,15 +176,19 @@ def attn_res(
                 return blocks[start:stop, index].double()
             return blocks[:, index].index_select(0, entries).double()
 
-        scores = []
-        for index in range(num_blocks + 1):
-            values = source(index)
-            mean_square = values.square().mean(dim=1)
-            scores.append((values @ query) * torch.rsqrt(mean_square + eps))
-        weights = torch.stack(scores, dim=1).softmax(dim=1)
-        mixed = torch.zeros(stop - start, hidden_size, dtype=torch.float64, device=prefix.device)
-        for index in range(num_blocks + 1):
-            mixed += weights[:, index, None] * source(index)
+        if num_blocks == 0:
+            # The softmax of one score is 1, whatever the score.
+            mixed = source(0)
+        else:
+            scores = []
+            for index in range(num_blocks + 1):
+                values = source(index)
+                mean_square = values.square().mean(dim=1)
+                scores.append((values @ query) * torch.rsqrt(mean_square + eps))
+            weights = torch.stack(scores, dim=1).softmax(dim=1)
+            mixed = weights[:, :1] * source(0)
+            for index in range(1, num_blocks + 1):
+                mixed += weights[:, index, None] * source(index)
         if output_norm_weight is not None:
             mean_square = mixed.square().mean(dim=1, keepdim=True)
             mixed = mixed * torch.rsqrt(mean_square + output_norm_eps) * output_norm_weight.double()
@@ -219,9 +219,7 @@ def compare(
         The dtype whose tolerance applies; that of ``output`` by default.
     """
     if output.shape != reference_output.shape:
-        raise ValueError(
-            f"output: expected shape {tuple(reference_output.shape)}, got {tuple(output.shape)}"
-        )
+        raise ValueError(f"output: expected shape {tuple(reference_output.shape)}, got {tuple(output.shape)}")
     dtype = output.dtype if dtype is None else dtype
     if dtype not in TOLERANCES:
         raise TypeError(f"dtype: expected one of {[str(key) for key in TOLERANCES]}, got {dtype}")
@@ -262,10 +260,8 @@ def compare(
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits (so NaN equals the same NaN, -0 not 0)."""
+    """Whether shape, dtype and all bits agree: NaN equals the same NaN, and -0 is not 0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return torch.equal(
-        left.contiguous().view(integer), right.to(left.device).contiguous().view(integer)
-    )
+    return torch.equal(left.contiguous().view(integer), right.to(left.device).contiguous().view(integer))

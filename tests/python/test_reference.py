@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference against a scalar transcription of the operator, and the check against known errors."""
+"""The reference against the equations in plain Python, and the check against known errors."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_reference_equals_the_equations(
         prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks, -1, 0.1, 0.2
     )
     query = (norm_weight.double() * qk_weight.double()).tolist()
-    new_prefix = (
-        prefix + delta if dtype == torch.float64 else (prefix.float() + delta.float()).to(dtype)
-    )
+    new_prefix = prefix + delta if dtype == torch.float64 else (prefix.float() + delta.float()).to(dtype)
     assert reference.same_bits(result.prefix, new_prefix)
     assert reference.same_bits(result.blocks, blocks)
     for m in range(num_tokens):
@@ -115,6 +113,14 @@ def test_one_source_without_output_norm_is_the_prefix_itself() -> None:
     result = reference.attn_res(prefix, None, blocks, weight, weight, None, 0)
     assert torch.equal(result.output, prefix.double())
     assert reference.same_bits(result.prefix, prefix)
+
+
+def test_one_source_has_weight_one_even_when_its_score_is_not_a_number() -> None:
+    prefix = random(2, 16)
+    prefix[0, 3] = math.inf
+    weight = random(16, seed=1)
+    result = reference.attn_res(prefix, None, prefix.view(2, 1, 16), weight, weight, None, 0)
+    assert torch.equal(result.output, prefix.double())
 
 
 def test_no_tokens() -> None:
