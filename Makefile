@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything a fresh machine needs: Python >= 3.10, a C++20 compiler and make. Tools, PyTorch and, where
+# there is no nvcc >= 13, NVIDIA's compiler come from PyPI into .venv.
+#
+#   make demo            install into .venv and run one model walk on the best backend of this machine
+#   make test            lint, C++ tests, Python tests, consumer projects
+#   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
+#   make CUDA=OFF ...    no kernels at all
+
+PYTHON ?= python3
+TARGETS ?= 90a;100a;103a
+CUDA ?= ON
+# Without a GPU, the CPU build of PyTorch is enough and much smaller.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+PYTEST_ARGS ?= -n auto
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Build tools of the virtual environment come before those of the machine.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export ATTNRES_CUDA := $(CUDA)
+export ATTNRES_CUDA_TARGETS := $(TARGETS)
+
+TOOLS := $(VENV)/.tools
+INSTALLED := $(VENV)/.installed-$(if $(filter ON,$(CUDA)),$(subst ;,-,$(TARGETS)),host)
+SOURCES := CMakeLists.txt LICENSE README.md pyproject.toml \
+  $(shell find cpp cuda python tests/cpp -type f -not -name '*.pyc')
+CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
+CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
+
+.PHONY: all install demo test lint format check-cpp check-python wheel clean
+.DELETE_ON_ERROR:
+
+all: install
+install: $(INSTALLED)
+
+$(TOOLS): pyproject.toml cpp/cmake/build_backend.py cpp/cmake/find_nvcc.py
+	$(PYTHON) -c 'import sys; sys.exit("libattnres needs Python >= 3.10" if sys.version_info < (3, 10) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url %) --group dev
+	$(BIN)/python cpp/cmake/build_backend.py > $(VENV)/build-requirements.txt
+	$(BIN)/python -m pip install --quiet -r $(VENV)/build-requirements.txt
+	touch $@
+
+# Without isolation the build tree stays valid, so that an unchanged kernel is not compiled again.
+$(INSTALLED): $(TOOLS) $(SOURCES)
+	rm -rf dist $(VENV)/.installed-*
+	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist -v \
+	  --config-settings=cmake.define.ATTNRES_BUILD_TESTS=ON
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/libattnres-*.whl
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/libattnres demo
+
+# The summary of pytest comes last.
+test: lint check-cpp check-python
+
+lint: $(TOOLS)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/gersemi --quiet --check $(CMAKE_FILES)
+
+format: $(TOOLS)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/gersemi --quiet --in-place $(CMAKE_FILES)
+
+check-cpp: $(INSTALLED)
+	$(BIN)/ctest --test-dir build/$$($(BIN)/python -c 'from packaging.tags import sys_tags; print(next(sys_tags()))') \
+	  --no-tests=error --output-on-failure
+
+check-python: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A wheel as a user's pip builds it, in an isolated environment.
+wheel: $(TOOLS)
+	$(BIN)/python -m pip wheel . --no-deps --wheel-dir dist
+
+clean:
+	rm -rf build dist $(VENV)
