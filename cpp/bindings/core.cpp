@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// libattnres._core: the C ABI of attnres.h for Python. Pointers, sizes and strides in; exceptions out.
+// `forward`, `forward_host`, `check`, `plan` and `plan_for` share one list of positional arguments, kFields.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "attnres/attnres.h"
+#include "call_args.hpp"
+#include "status.hpp"
+#include "tensor_call.hpp"
+
+namespace py = pybind11;
+
+namespace attnres::bindings {
+namespace {
+
+void require(attnres_status status) {
+  if (status == ATTNRES_OK) return;
+  set_exception(status);
+  throw py::error_already_set();
+}
+
+const char* kernel_name(int32_t kernel) {
+  return kernel == ATTNRES_KERNEL_CLUSTER ? "cluster" : "ring";
+}
+
+py::dict to_dict(const attnres_permutation& permutation) {
+  py::dict dict;
+  dict["kernel"] = kernel_name(permutation.kernel);
+  dict["hidden_size"] = permutation.hidden_size;
+  dict["num_sources"] = permutation.num_sources;
+  dict["rows_per_stage"] = permutation.rows_per_stage;
+  dict["prefixes_per_row"] = permutation.prefixes_per_row;
+  dict["cluster_size"] = permutation.cluster_size;
+  dict["has_output_norm"] = permutation.has_output_norm != 0;
+  dict["static_common_path"] = permutation.static_common_path != 0;
+  return dict;
+}
+
+py::dict to_dict(const attnres_plan_info& plan) {
+  py::dict dict = to_dict(plan.permutation);
+  dict["ctas_per_sm"] = plan.ctas_per_sm;
+  dict["grid_size"] = plan.grid_size;
+  dict["block_size"] = plan.block_size;
+  dict["shared_memory_bytes"] = plan.shared_memory_bytes;
+  dict["ring_rows"] = plan.ring_rows;
+  return dict;
+}
+
+PyObject* forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  attnres_forward_args args;
+  if (!parse_call(objects, count, 1, &args)) return nullptr;
+  void* stream = PyLong_AsVoidPtr(objects[kNumFields]);
+  if (stream == nullptr && PyErr_Occurred() != nullptr) return nullptr;
+  attnres_status status = ATTNRES_OK;
+  // A launch waits when the queue is full, perhaps for a host callback that needs the GIL.
+  Py_BEGIN_ALLOW_THREADS;
+  status = attnres_forward(&args, static_cast<CUstream_st*>(stream));
+  Py_END_ALLOW_THREADS;
+  if (status == ATTNRES_OK) Py_RETURN_NONE;
+  set_exception(status);
+  return nullptr;
+}
+
+PyObject* forward_host(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  attnres_forward_args args;
+  if (!parse_call(objects, count, 0, &args)) return nullptr;
+  attnres_status status = ATTNRES_OK;
+  Py_BEGIN_ALLOW_THREADS;
+  status = attnres_forward_host(&args);
+  Py_END_ALLOW_THREADS;
+  if (status == ATTNRES_OK) Py_RETURN_NONE;
+  set_exception(status);
+  return nullptr;
+}
+
+PyObject* check(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  attnres_forward_args args;
+  if (!parse_call(objects, count, 1, &args)) return nullptr;
+  const int on_device = PyObject_IsTrue(objects[kNumFields]);
+  if (on_device < 0) return nullptr;
+  const attnres_status status = attnres_check(&args, on_device);
+  if (status == ATTNRES_OK) Py_RETURN_NONE;
+  set_exception(status);
+  return nullptr;
+}
+
+attnres_forward_args parse(const py::args& call, Py_ssize_t extra) {
+  attnres_forward_args args;
+  PyObject* const* objects = PySequence_Fast_ITEMS(call.ptr());
+  if (!parse_call(objects, static_cast<Py_ssize_t>(call.size()), extra, &args)) {
+    throw py::error_already_set();
+  }
+  return args;
+}
+
+py::dict plan(const py::args& call) {
+  const attnres_forward_args args = parse(call, 0);
+  attnres_plan_info info{};
+  info.struct_size = sizeof(info);
+  require(attnres_plan(&args, &info));
+  return to_dict(info);
+}
+
+py::dict plan_for(const py::args& call) {
+  const attnres_forward_args args = parse(call, 3);
+  attnres_plan_info info{};
+  info.struct_size = sizeof(info);
+  require(attnres_plan_for(&args, call[kNumFields].cast<int32_t>(),
+                           call[kNumFields + 1].cast<int32_t>(),
+                           call[kNumFields + 2].cast<int32_t>(), &info));
+  return to_dict(info);
+}
+
+py::dict probe(int32_t device) {
+  attnres_probe_info info{};
+  info.struct_size = sizeof(info);
+  attnres_status status = ATTNRES_OK;
+  {
+    const py::gil_scoped_release release;  // the first one may load the driver
+    status = attnres_probe(device, &info);
+  }
+  require(status);
+  py::dict dict;
+  dict["native"] = info.native != 0;
+  dict["device"] = info.device;
+  dict["compute_major"] = info.compute_major;
+  dict["compute_minor"] = info.compute_minor;
+  dict["num_sms"] = info.num_sms;
+  dict["driver_version"] = info.driver_version;
+  dict["runtime_version"] = info.runtime_version;
+  dict["device_name"] = info.device_name;
+  dict["target"] = info.target;
+  dict["built_targets"] = info.built_targets;
+  dict["reason"] = info.reason;
+  return dict;
+}
+
+void warmup(int32_t device) {
+  attnres_status status = ATTNRES_OK;
+  {
+    const py::gil_scoped_release release;
+    status = attnres_warmup(device);
+  }
+  require(status);
+}
+
+py::list permutations() {
+  py::list list;
+  for (int32_t i = 0; i < attnres_num_permutations(); ++i) {
+    attnres_permutation permutation{};
+    permutation.struct_size = sizeof(permutation);
+    require(attnres_get_permutation(i, &permutation));
+    list.append(to_dict(permutation));
+  }
+  return list;
+}
+
+template <PyObject* (*Function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyMethodDef fast_method(const char* name, const char* doc) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Function)), METH_FASTCALL,
+          doc};
+}
+
+PyMethodDef* fast_methods() {
+  static PyMethodDef methods[] = {
+      fast_method<forward>("forward", "forward(*call, stream): launch on a CUDA stream."),
+      fast_method<forward_host>("forward_host", "forward_host(*call): run on the CPU."),
+      fast_method<check>("check", "check(*call, on_device): validate and do nothing else."),
+      fast_method<bind_tensors>("bind_tensors",
+                                "bind_tensors(tensor type, parameter type, exchange API) -> bool: "
+                                "what forward_tensors takes."),
+      fast_method<forward_tensors>("forward_tensors",
+                                   "forward_tensors(prefix, delta, blocks, norm_weight, qk_weight, "
+                                   "output_norm_weight, num_blocks, block_write_idx, eps, "
+                                   "output_norm_eps, out, pdl, backend) -> bool: True when served."),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  return methods;
+}
+
+}  // namespace
+}  // namespace attnres::bindings
+
+PYBIND11_MODULE(_core, m) {
+  using namespace attnres::bindings;  // NOLINT(google-build-using-namespace): the module's own
+  m.doc() = "The C ABI of libattnres (attnres/attnres.h): pointers, sizes and strides in.";
+  unsupported_error = PyErr_NewExceptionWithDoc(
+      "libattnres.UnsupportedError",
+      "A forced backend, or a plan, cannot serve this call here. The message says why.",
+      PyExc_RuntimeError, nullptr);
+  if (unsupported_error == nullptr) throw py::error_already_set();
+  m.attr("UnsupportedError") = py::reinterpret_borrow<py::object>(unsupported_error);
+
+  py::tuple names(kNumFields);
+  for (Py_ssize_t i = 0; i < kNumFields; ++i) names[i] = py::str(kFields[i].name);
+  m.attr("CALL_FIELDS") = names;
+  if (PyModule_AddFunctions(m.ptr(), fast_methods()) != 0) throw py::error_already_set();
+
+  m.def("plan", &plan, "plan(*call): what forward would launch.");
+  m.def("plan_for", &plan_for,
+        "plan_for(*call, compute_major, compute_minor, num_sms): the same for a GPU that need not be "
+        "there.");
+  m.def("probe", &probe, py::arg("device") = -1, "What the library can do on a CUDA device.");
+  m.def("warmup", &warmup, py::arg("device") = -1, "Load every kernel for a CUDA device.");
+  m.def("num_permutations", &attnres_num_permutations, "How many kernels are compiled in.");
+  m.def("permutations", &permutations, "The compiled kernels.");
+  m.def("version", &attnres_version_string, "Version of the library.");
+}

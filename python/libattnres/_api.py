@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attn_res`` and ``explain``."""
+
+from __future__ import annotations
+
+import torch
+
+from libattnres import _ops
+from libattnres._call import Plan, checked_call, refuse_grad
+from libattnres._dispatch import Explanation, explain_call
+from libattnres._eager import eager
+
+__all__ = ["attn_res", "explain"]
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_increment_version = torch.autograd.graph.increment_version
+
+
+def attn_res(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+    pdl: str = "wait",
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    r"""Attention Residuals: softmax attention of each token over its residual stream's history.
+
+    .. math::
+        p = \mathrm{round}(prefix + delta), \quad v_i = blocks_i, \quad v_n = p \\
+        score_i = \frac{v_i \cdot (norm\_weight \cdot qk\_weight)}{\sqrt{mean(v_i^2) + eps}}, \quad
+        mixed = \sum_i softmax(score)_i v_i \\
+        output = mixed \quad\text{or}\quad
+        \frac{mixed}{\sqrt{mean(mixed^2) + output\_norm\_eps}} \cdot output\_norm\_weight
+
+    Then ``prefix <- p`` when ``delta`` is given, and ``blocks[t, block_write_idx] <- p`` when
+    ``block_write_idx >= 0``, after every bank row was read. Both are exact to the bit in every backend.
+    Sums, softmax and norms are float32 (float64 for float64 tensors, which run on the torch backend).
+
+    Parameters
+    ----------
+    prefix : torch.Tensor
+        ``[M, H]``, running residual of each token. Updated in place when ``delta`` is given. All tensors
+        share its dtype (bfloat16, float16, float32 or float64) and its device (CPU or CUDA), and have
+        last stride 1; rows of ``prefix``, ``delta``, ``blocks`` and ``out`` may be padded.
+    delta : torch.Tensor or None
+        ``[M, H]``, the last sub-layer's output, added to ``prefix`` with one rounding.
+    blocks : torch.Tensor
+        ``[T, R, H]``, block bank. ``M`` is a multiple of ``T``; token ``m`` reads entry ``m // B`` with
+        ``B = M / T``. Rows that are neither read nor written are not touched and may be uninitialised.
+    norm_weight, qk_weight : torch.Tensor
+        ``[H]``, weight of the scores' RMSNorm and learned pseudo-query.
+    output_norm_weight : torch.Tensor or None
+        ``[H]``, weight of the output's RMSNorm; None for no output norm.
+    num_blocks : int
+        Bank rows read, ``0..min(8, R)``.
+    block_write_idx : int
+        Bank row that receives the updated prefix, ``-1..R-1``; -1 for none. Needs ``B = 1`` otherwise.
+    eps, output_norm_eps : float
+        Epsilons of the scores' and of the output's norm.
+    out : torch.Tensor, optional
+        ``[M, H]``, written and returned instead of a new tensor.
+    backend : {"auto", "native", "triton", "torch", "host"}, optional
+        Force a backend. By default the environment variable ``LIBATTNRES_BACKEND`` decides, and without
+        it the first that can serve: native, Triton, torch for CUDA tensors; host, torch for CPU tensors.
+    pdl : {"wait", "early", "off"}
+        Programmatic dependent launch on GPUs that have it. ``"early"`` reads bank rows before
+        the kernels ahead on the stream have finished: the caller promises that none that may still be
+        running writes rows ``0..num_blocks-1``. It has no meaning for the torch and host backends.
+    plan : Plan, optional
+        Overrides of the native launch plan; such a call runs natively or not at all.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[M, H]``: ``out``, or a new dense tensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        When an argument is wrong, naming it, what was expected and what came; also when memory that is
+        written overlaps another argument. Nothing was written then.
+    UnsupportedError
+        When the forced backend cannot serve this call here, with the reason. Nothing was written.
+    RuntimeError
+        When an argument requires grad under grad mode, or CUDA failed.
+
+    Notes
+    -----
+    On CUDA tensors the call is asynchronous on the current stream of their device, never synchronises,
+    and can be captured into a CUDA graph after :func:`libattnres.warmup`.
+
+    Source: Attention Residuals, arXiv 2603.15031.
+    """
+    if (
+        _is_compiling()
+        or _dispatch_modes() != 0
+        or _transforms() is not None
+        or has_subclass(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    ):
+        return _ops.attn_res(
+            prefix,
+            delta,
+            blocks,
+            norm_weight,
+            qk_weight,
+            output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            eps,
+            output_norm_eps,
+            out,
+            backend,
+            pdl,
+            plan,
+        )
+    if _is_grad_enabled():
+        refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    output = eager(
+        prefix,
+        delta,
+        blocks,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        num_blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out,
+        backend,
+        pdl,
+        plan,
+    )
+    # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
+    if delta is not None:
+        _increment_version(prefix)
+    if block_write_idx != -1:
+        _increment_version(blocks)
+    if out is not None:
+        _increment_version(out)
+    return output
+
+
+def has_subclass(*arguments: object) -> bool:
+    """Whether a tensor other than a plain one or a parameter is among the arguments."""
+    for argument in arguments:
+        if type(argument) not in _PLAIN_TYPES and isinstance(argument, torch.Tensor):
+            return True
+    return False
+
+
+def explain(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+    pdl: str = "wait",
+    plan: Plan | None = None,
+) -> Explanation:
+    """Which backend :func:`attn_res` would take for the same arguments, and why not the others.
+
+    Nothing is run or written. A call that ``attn_res`` would refuse as wrong raises the same error; one
+    that no backend, or not the forced one, can serve has ``backend=None`` and its reasons.
+
+    Parameters
+    ----------
+    prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks, block_write_idx
+        As for :func:`attn_res`; so are ``eps``, ``output_norm_eps``, ``out``, ``backend``, ``pdl`` and
+        ``plan``.
+
+    Returns
+    -------
+    Explanation
+        Backend, what decided, reasons, and for the native backend the kernel and its launch.
+    """
+    if _is_grad_enabled():
+        refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    call = checked_call(
+        prefix,
+        delta,
+        blocks,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        num_blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out,
+        pdl,
+    )
+    return explain_call(call, backend, plan)

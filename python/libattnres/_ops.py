@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator as ``torch.ops.libattnres.*``, for ``torch.compile``, fake tensors and tensor subclasses.
+
+A schema states what an op writes, and functionalisation copies whatever is written when it cannot prove
+that nobody reads the old value. One op that declared both ``prefix`` and ``blocks`` as written would risk a
+copy of the whole bank on each of the calls that only read it, so there is one op for each of the four
+combinations, and :func:`attn_res` picks the one that writes exactly what the call writes:
+
+==================== ======== ======== =======================================================
+op                   prefix   blocks   call
+==================== ======== ======== =======================================================
+``attn_res``         read     read     no delta, no write
+``attn_res_add_``    written  read     delta, no write: the common one
+``attn_res_write_``  read     written  no delta, write
+``attn_res_``        written  written  any; the declared writes are an upper bound
+``attn_res_out_``    written  written  any, into ``out``
+==================== ======== ======== =======================================================
+
+``attn_res_functional`` writes nothing and returns (output, new prefix, new bank): two copies more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from libattnres._call import Plan, check_pdl, check_tensors, checked_index, refuse_grad
+from libattnres._eager import eager
+
+__all__ = ["OPS", "attn_res"]
+
+_WEIGHTS = "Tensor norm_weight, Tensor qk_weight, Tensor? output_norm_weight, SymInt num_blocks"
+_WRITE = ", SymInt block_write_idx"
+_OPTIONS = ", float eps=1e-5, float output_norm_eps=1e-5, str? backend=None, str pdl='wait', int[]? plan=None"
+
+SCHEMAS = {
+    "attn_res": f"(Tensor prefix, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
+    "attn_res_add_": f"(Tensor(a!) prefix, Tensor delta, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
+    "attn_res_write_": f"(Tensor prefix, Tensor(a!) blocks, {_WEIGHTS}{_WRITE}{_OPTIONS}) -> Tensor",
+    "attn_res_": (
+        f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) -> Tensor"
+    ),
+    "attn_res_out_": (
+        f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}, Tensor(c!) out"
+        f"{_OPTIONS}) -> ()"
+    ),
+    "attn_res_functional": (
+        f"(Tensor prefix, Tensor? delta, Tensor blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) "
+        "-> (Tensor output, Tensor new_prefix, Tensor new_blocks)"
+    ),
+}
+OPS = tuple(SCHEMAS)
+"""Names under ``torch.ops.libattnres``."""
+
+
+def plan_numbers(plan: Plan | None) -> list[int] | None:
+    """A plan as an op argument."""
+    return None if plan is None else plan.numbers()
+
+
+def plan_from_numbers(numbers: list[int] | None) -> Plan | None:
+    """The plan of an op argument."""
+    if numbers is None:
+        return None
+    if len(numbers) != 4 or not 0 <= numbers[0] <= 2:
+        raise ValueError(
+            "plan: expected [kernel (0 automatic, 1 ring, 2 cluster), rows_per_stage, ctas_per_sm, "
+            f"cluster_size], got {numbers}"
+        )
+    kernel = (None, "ring", "cluster")[numbers[0]]
+    return Plan(kernel, *(number or None for number in numbers[1:]))  # type: ignore[arg-type]
+
+
+def attn_res(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    out: torch.Tensor | None,
+    backend: str | None,
+    pdl: str,
+    plan: Plan | None,
+) -> torch.Tensor:
+    """Call the op that writes exactly what this call writes."""
+    ops = torch.ops.libattnres
+    weights = (norm_weight, qk_weight, output_norm_weight, num_blocks)
+    options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers())
+    if out is not None:
+        ops.attn_res_out_(prefix, delta, blocks, *weights, block_write_idx, out, *options)
+        return out
+    # An index below -1 is as wrong as one past the bank: the general op says so.
+    if block_write_idx == -1:
+        if delta is None:
+            output = ops.attn_res(prefix, blocks, *weights, *options)
+        else:
+            output = ops.attn_res_add_(prefix, delta, blocks, *weights, *options)
+    elif delta is None:
+        output = ops.attn_res_write_(prefix, blocks, *weights, block_write_idx, *options)
+    else:
+        output = ops.attn_res_(prefix, delta, blocks, *weights, block_write_idx, *options)
+    return output  # type: ignore[no-any-return]
+
+
+# The kernels, in terms of one call. Each op's arguments are those of attn_res_out_, less those it lacks.
+
+
+def _general(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    backend: str | None = None,
+    pdl: str = "wait",
+    plan: list[int] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return eager(
+        prefix,
+        delta,
+        blocks,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        num_blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out,
+        backend,
+        pdl,
+        plan_from_numbers(plan),
+    )
+
+
+def _general_fake(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    backend: str | None = None,
+    pdl: str = "wait",
+    plan: list[int] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_tensors(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    checked_index("num_blocks", num_blocks)
+    checked_index("block_write_idx", block_write_idx)
+    check_pdl(pdl)
+    plan_from_numbers(plan)
+    return prefix.new_empty(prefix.shape) if out is None else out
+
+
+Kernel = Callable[..., Any]
+
+
+def _kernels(general: Kernel) -> dict[str, Kernel]:
+    """One kernel per op from the kernel of the general one."""
+
+    def attn_res(prefix: Any, blocks: Any, *weights_and_options: Any, **options: Any) -> Any:
+        weights, rest = weights_and_options[:4], weights_and_options[4:]
+        return general(prefix, None, blocks, *weights, -1, *rest, **options)
+
+    def attn_res_add_(prefix: Any, delta: Any, blocks: Any, *weights_and_options: Any, **options: Any) -> Any:
+        weights, rest = weights_and_options[:4], weights_and_options[4:]
+        return general(prefix, delta, blocks, *weights, -1, *rest, **options)
+
+    def attn_res_write_(prefix: Any, blocks: Any, *rest: Any, **options: Any) -> Any:
+        return general(prefix, None, blocks, *rest, **options)
+
+    def attn_res_out_(
+        prefix: Any, delta: Any, blocks: Any, *weights_and_options: Any, **options: Any
+    ) -> None:
+        weights, out, rest = (
+            weights_and_options[:5],
+            weights_and_options[5],
+            weights_and_options[6:],
+        )
+        general(prefix, delta, blocks, *weights, *rest, **options, out=out)
+
+    def attn_res_functional(
+        prefix: Any, delta: Any, blocks: Any, *rest: Any, **options: Any
+    ) -> tuple[Any, Any, Any]:
+        new_prefix = prefix.clone(memory_format=torch.contiguous_format)
+        new_blocks = blocks.clone(memory_format=torch.contiguous_format)
+        output = general(new_prefix, delta, new_blocks, *rest, **options)
+        return output, new_prefix, new_blocks
+
+    return {
+        "attn_res": attn_res,
+        "attn_res_add_": attn_res_add_,
+        "attn_res_write_": attn_res_write_,
+        "attn_res_": general,
+        "attn_res_out_": attn_res_out_,
+        "attn_res_functional": attn_res_functional,
+    }
+
+
+def _autograd_kernel(op: torch._ops.OpOverload) -> Kernel:
+    """Refuses under grad mode what requires grad: there is no backward to record."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            refuse_grad(
+                *(
+                    named.get(name)
+                    for name in (
+                        "prefix",
+                        "delta",
+                        "blocks",
+                        "norm_weight",
+                        "qk_weight",
+                        "output_norm_weight",
+                        "out",
+                    )
+                )
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
+    """Tells autograd which arguments were written, so that a stale saved tensor is noticed."""
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        torch.autograd.graph.increment_version(
+            [args[index] if index < len(args) else kwargs[name] for index, name in written]
+        )
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("libattnres", "FRAGMENT")
+    kernels, fakes = _kernels(_general), _kernels(_general_fake)
+    for name, schema in SCHEMAS.items():
+        # Strides are part of the contract: inductor must pass padded rows on as they are.
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        op = getattr(torch.ops.libattnres, name).default
+        for key in ("CPU", "CUDA"):
+            library.impl(name, kernels[name], key)
+        library._register_fake(name, fakes[name])
+        library.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
+        if op._schema.is_mutable:
+            library.impl(name, _version_kernel(op), "ADInplaceOrView", with_keyset=True)
+    return library
+
+
+_library = _register()  # the registrations live as long as this object
