@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table ``cuda/instances.cmake`` as Python reads it, independently of CMake's generator."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = ("90a", "100a", "103a")
+
+
+@dataclass(frozen=True, order=True)
+class Instance:
+    """One kernel: its name and template arguments in the order of its declaration."""
+
+    kernel: str
+    arguments: tuple[int, ...]
+
+
+def axes() -> dict[str, list[str]]:
+    """The lists of the table by name, without their common prefix."""
+    text = re.sub(r"#.*", "", (ROOT / "cuda" / "instances.cmake").read_text())
+    return {
+        match[1]: [value.strip('"') for value in match[2].split()]
+        for match in re.finditer(r"set\(ATTNRES_TABLE_(\w+)\s+([^)]*)\)", text)
+    }
+
+
+def instances() -> set[Instance]:
+    """Every instance that the table asks for."""
+    table = axes()
+
+    def integers(name: str) -> list[int]:
+        return [int(value) for value in table[name]]
+
+    flags = [tuple(int(flag == "true") for flag in pair.split(",")) for pair in table["NORM_AND_STATIC"]]
+    hidden_and_sources = list(product(integers("HIDDEN_SIZES"), integers("SOURCES")))
+    ring = product(
+        hidden_and_sources, integers("RING_ROWS_PER_STAGE"), integers("RING_PREFIXES_PER_ROW"), flags
+    )
+    cluster = product(hidden_and_sources, integers("CLUSTER_SIZES"), flags)
+    return {Instance("ring", (*h_n, nc, b, *pair)) for h_n, nc, b, pair in ring} | {
+        Instance("cluster", (*h_n, size, *pair)) for h_n, size, pair in cluster
+    }
