@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
-from libattnres import _ops
+from libattnres import _core, _ops
 from libattnres._call import Plan, checked_call, refuse_grad
 from libattnres._dispatch import Explanation, explain_call
 from libattnres._eager import eager
@@ -17,6 +19,8 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_empty_like = torch.empty_like
+_forward_tensors = _core.forward_tensors
 _increment_version = torch.autograd.graph.increment_version
 
 
@@ -105,12 +109,7 @@ def attn_res(
 
     Source: Attention Residuals, arXiv 2603.15031.
     """
-    if (
-        _is_compiling()
-        or _dispatch_modes() != 0
-        or _transforms() is not None
-        or has_subclass(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
-    ):
+    if _is_compiling() or _dispatch_modes() != 0 or _transforms() is not None:
         return _ops.attn_res(
             prefix,
             delta,
@@ -127,24 +126,64 @@ def attn_res(
             pdl,
             plan,
         )
-    if _is_grad_enabled():
+    if _is_grad_enabled() and _may_require_grad(
+        prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out
+    ):
         refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
-    output = eager(
-        prefix,
-        delta,
-        blocks,
-        norm_weight,
-        qk_weight,
-        output_norm_weight,
-        num_blocks,
-        block_write_idx,
-        eps,
-        output_norm_eps,
-        out,
-        backend,
-        pdl,
-        plan,
-    )
+    output = out
+    served = False
+    if plan is None and type(prefix) in _PLAIN_TYPES:
+        if output is None:
+            output = _empty_like(prefix)
+        served = _forward_tensors(
+            prefix,
+            delta,
+            blocks,
+            norm_weight,
+            qk_weight,
+            output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            eps,
+            output_norm_eps,
+            output,
+            pdl,
+            backend,
+        )
+    if not served:
+        if _has_subclass(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
+            return _ops.attn_res(
+                prefix,
+                delta,
+                blocks,
+                norm_weight,
+                qk_weight,
+                output_norm_weight,
+                num_blocks,
+                block_write_idx,
+                eps,
+                output_norm_eps,
+                out,
+                backend,
+                pdl,
+                plan,
+            )
+        output = eager(
+            prefix,
+            delta,
+            blocks,
+            norm_weight,
+            qk_weight,
+            output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            eps,
+            output_norm_eps,
+            out,
+            backend,
+            pdl,
+            plan,
+        )
     # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
     if delta is not None:
         _increment_version(prefix)
@@ -152,10 +191,34 @@ def attn_res(
         _increment_version(blocks)
     if out is not None:
         _increment_version(out)
-    return output
+    return cast(torch.Tensor, output)
 
 
-def has_subclass(*arguments: object) -> bool:
+def _may_require_grad(
+    prefix: Any,
+    delta: Any,
+    blocks: Any,
+    norm_weight: Any,
+    qk_weight: Any,
+    output_norm_weight: Any,
+    out: Any,
+) -> bool:
+    """Quick and without names; True also when an argument is no tensor."""
+    try:
+        return (
+            prefix.requires_grad
+            or (delta is not None and delta.requires_grad)
+            or blocks.requires_grad
+            or norm_weight.requires_grad
+            or qk_weight.requires_grad
+            or (output_norm_weight is not None and output_norm_weight.requires_grad)
+            or (out is not None and out.requires_grad)
+        )
+    except AttributeError:
+        return True
+
+
+def _has_subclass(*arguments: object) -> bool:
     """Whether a tensor other than a plain one or a parameter is among the arguments."""
     for argument in arguments:
         if type(argument) not in _PLAIN_TYPES and isinstance(argument, torch.Tensor):

@@ -230,13 +230,10 @@ def check_tensors(
                 f"{name}: expected shape [{num_tokens}, {hidden_size}] as prefix has, "
                 f"got {describe_shape(rows)}"
             )
-    for name, weight in (
-        ("norm_weight", norm_weight),
-        ("qk_weight", qk_weight),
-        ("output_norm_weight", output_norm_weight),
-    ):
-        if weight is None and name == "output_norm_weight":
-            continue
+    weights = [("norm_weight", norm_weight), ("qk_weight", qk_weight)]
+    if output_norm_weight is not None:
+        weights.append(("output_norm_weight", output_norm_weight))
+    for name, weight in weights:
         check_tensor(name, weight, "[H]", dtype, device)
         if weight.shape[0] != hidden_size:
             raise ValueError(f"{name}: expected shape [{hidden_size}], got {describe_shape(weight)}")

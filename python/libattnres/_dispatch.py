@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
-from libattnres._call import Call, Plan, checked_call
+from libattnres._call import Call, Plan
 from libattnres._core import UnsupportedError
 from libattnres._records import PlanInfo
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call on tensors that hold memory, past autograd and tracing: what attn_res and the torch ops run."""
+"""A call on tensors that hold memory, past autograd and tracing: what the torch ops run, and attn_res
+when ``_core.forward_tensors`` declines.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,7 @@ from libattnres._dispatch import run
 
 __all__ = ["eager"]
 
-_empty_like = torch.empty_like
-_forward_tensors = _core.forward_tensors
-
-# Without the exchange API (PyTorch < 2.10) forward_tensors answers False and the slow path serves.
+# Without the exchange API (PyTorch < 2.10) _core.forward_tensors answers False and eager() serves.
 _exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 if _exchange_api is not None:
     _core.bind_tensors(torch.Tensor, torch.nn.Parameter, _exchange_api)
@@ -38,28 +37,8 @@ def eager(
 ) -> torch.Tensor:
     """Check and run one call; the arguments and errors of :func:`libattnres.attn_res`.
 
-    The fast path serves plain tensors on the native or host backend in one call of ``_core``. What it
-    declines, for whatever reason, the slow path checks in full: it either serves the call on another
-    backend or says what is wrong.
+    Either the call is served, or what is wrong with it is said, in full.
     """
-    if plan is None and isinstance(prefix, torch.Tensor):
-        output = _empty_like(prefix) if out is None else out
-        if _forward_tensors(
-            prefix,
-            delta,
-            blocks,
-            norm_weight,
-            qk_weight,
-            output_norm_weight,
-            num_blocks,
-            block_write_idx,
-            eps,
-            output_norm_eps,
-            output,
-            pdl,
-            backend,
-        ):
-            return output
     call = checked_call(
         prefix,
         delta,

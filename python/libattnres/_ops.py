@@ -260,8 +260,8 @@ def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
     return kernel
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("libattnres", "FRAGMENT")
+def _register() -> Any:
+    library: Any = torch.library.Library("libattnres", "FRAGMENT")  # type: ignore[no-untyped-call]
     kernels, fakes = _kernels(_general), _kernels(_general_fake)
     for name, schema in SCHEMAS.items():
         # Strides are part of the contract: inductor must pass padded rows on as they are.

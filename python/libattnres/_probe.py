@@ -66,13 +66,13 @@ def probe() -> Probe:
     Probe
         Versions, devices and, per backend, None or the reason.
     """
-    num_devices = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+    num_devices = torch.cuda.device_count() if torch.version.cuda is not None else 0
     first = _core.probe(0)
     devices = tuple(device_status(index) for index in range(num_devices))
     native: str | None = first["reason"] or "no CUDA device"
     if any(device.native for device in devices):
         native = None
-    elif not torch.backends.cuda.is_built() and not first["reason"]:
+    elif torch.version.cuda is None and not first["reason"]:
         native = "this PyTorch was built without CUDA"
     return Probe(
         version=_core.version(),
@@ -143,7 +143,7 @@ def device_index(device: int | str | torch.device | None) -> int:
             raise ValueError(f"device: expected a CUDA device, got {device}")
         if device.index is not None:
             return device.index
-    if not torch.backends.cuda.is_built() or torch.cuda.device_count() == 0:
+    if torch.version.cuda is None or torch.cuda.device_count() == 0:
         return -1  # the library says what is missing
     return torch.cuda.current_device()
 

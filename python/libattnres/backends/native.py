@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -16,14 +16,14 @@ __all__ = ["device_reason", "forward", "plan", "unsupported"]
 _ALIGNMENT = 16  # bytes, of bulk copies
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_reason(device: int) -> str | None:
     """Why no kernel runs on a CUDA device, or None; asked of the CUDA runtime once per device."""
     info = _core.probe(device)
     return None if info["native"] else info["reason"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _instances() -> frozenset[tuple[int, int, int]]:
     """The compiled (H, N, B)."""
     return frozenset(
