@@ -18,6 +18,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Build tools of the virtual environment come before those of the machine.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+endif
 export ATTNRES_CUDA := $(CUDA)
 export ATTNRES_CUDA_TARGETS := $(TARGETS)
 
