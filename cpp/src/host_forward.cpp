@@ -1,131 +1,171 @@
 // SPDX-License-Identifier: Apache-2.0
+// The host backend around the vectorised kernels: which instruction set, how many threads, who does
+// which tokens.
 #include "host_forward.hpp"
 
-#include <bit>
-#include <cmath>
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <charconv>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
+
+#include "error.hpp"
+#include "host_threads.hpp"
+#include "host_token.hpp"
 
 namespace attnres {
 namespace {
 
-struct BFloat16 {
-  uint16_t bits;
+constexpr const char* kThreadsVariable = "LIBATTNRES_NUM_THREADS";
+constexpr const char* kTargetVariable = "LIBATTNRES_HOST_TARGET";
+constexpr int kMaxThreads = 1024;
+
+// Less than this for a thread, in bytes read, costs more to hand over than to do.
+constexpr int64_t kMinBytesPerThread = 128 * 1024;
+
+bool runs_here(const HostKernels& kernels) {
+#if defined(__x86_64__)
+  if (&kernels == &kAvx512Kernels) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+  if (&kernels == &kAvx2Kernels) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+#endif
+  return &kernels == &kBaselineKernels;
+}
+
+// Best first.
+constexpr const HostKernels* kTargets[] = {
+#if defined(__x86_64__)
+    &kAvx512Kernels,
+    &kAvx2Kernels,
+#endif
+    &kBaselineKernels,
 };
-struct Float16 {
-  uint16_t bits;
+
+const HostKernels& find_target(const char* wanted) {
+  std::string usable;
+  for (const HostKernels* kernels : kTargets) {
+    if (!runs_here(*kernels)) continue;
+    if (wanted == nullptr || std::strcmp(wanted, kernels->target) == 0) return *kernels;
+    usable += (usable.empty() ? "" : ", ") + std::string(kernels->target);
+  }
+  fail(ATTNRES_INVALID_ARGUMENT,
+       std::string(kTargetVariable) + ": expected one of " + usable + ", got '" + wanted + "'");
+}
+
+const HostKernels& host_kernels() {
+  // An exception leaves it unset, so a bad value is refused at each call.
+  static const HostKernels& kernels = find_target(std::getenv(kTargetVariable));
+  return kernels;
+}
+
+int requested_threads(const attnres_forward_args& args) {
+  if (args.num_threads > 0) return std::min(args.num_threads, kMaxThreads);
+  const char* text = std::getenv(kThreadsVariable);
+  if (text == nullptr || *text == '\0') return num_available_cores();
+  int value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [parsed, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || parsed != end || value < 1) {
+    fail(ATTNRES_INVALID_ARGUMENT,
+         std::string(kThreadsVariable) + ": expected an integer >= 1, got '" + text + "'");
+  }
+  return std::min(value, kMaxThreads);
+}
+
+// Round to nearest and no flushing of subnormals, whatever the application set on whichever thread:
+// the bits of a result must not depend on the thread that computed it.
+class DefaultFloatEnvironment {
+ public:
+  DefaultFloatEnvironment() {
+    std::fegetenv(&previous_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&previous_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+ private:
+  std::fenv_t previous_;
 };
 
-float load(float x) { return x; }
-float load(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-float load(Float16 x) {
-  const uint32_t magnitude = x.bits & 0x7fffu;
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
-  float value;
-  if (magnitude >= 0x7c00u) {
-    value = std::bit_cast<float>(0x7f800000u | (magnitude & 0x3ffu) << 13);
-  } else if (magnitude >= 0x400u) {
-    value = std::bit_cast<float>((magnitude << 13) + (112u << 23));
-  } else {
-    value = static_cast<float>(magnitude) * 0x1p-24f;
+// One call, shared by the threads that work on it.
+struct HostCall {
+  const attnres_forward_args& args;
+  HostKernels::ForwardTokens forward_tokens;
+  const float* query;
+  float* mixed;  // one row per participant
+  int64_t row_floats;
+  int64_t tokens_per_turn;
+  std::atomic<int64_t> next_token{0};
+};
+
+void take_turns(void* context, int participant) {
+  HostCall& call = *static_cast<HostCall*>(context);
+  const DefaultFloatEnvironment environment;
+  float* mixed = call.mixed + participant * call.row_floats;
+  for (;;) {
+    const int64_t begin = call.next_token.fetch_add(call.tokens_per_turn, std::memory_order_relaxed);
+    if (begin >= call.args.num_tokens) return;
+    const int64_t end = std::min(begin + call.tokens_per_turn, call.args.num_tokens);
+    call.forward_tokens(call.args, call.query, begin, end, mixed);
   }
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
 
-void store(float& to, float x) { to = x; }
-void store(BFloat16& to, float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  to.bits = std::isnan(x) ? 0x7fff : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-void store(Float16& to, float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t half;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7fffu;
-  } else if (magnitude >= 0x477ff000u) {
-    half = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {
-    half = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-  } else {
-    half = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
-  }
-  to.bits = static_cast<uint16_t>(sign | half);
-}
-
-template <typename T>
-void forward(const attnres_forward_args& args) {
-  const int64_t h_size = args.hidden_size;
-  const auto* norm_weight = static_cast<const T*>(args.norm_weight);
-  const auto* qk_weight = static_cast<const T*>(args.qk_weight);
-  const auto* output_norm_weight = static_cast<const T*>(args.output_norm_weight);
-  const int64_t per_entry = args.num_tokens / args.num_bank_tokens;
-  std::vector<float> query(h_size);
-  std::vector<float> mixed(h_size);
-  for (int64_t h = 0; h < h_size; ++h) query[h] = load(norm_weight[h]) * load(qk_weight[h]);
-
-  for (int64_t m = 0; m < args.num_tokens; ++m) {
-    T* prefix = static_cast<T*>(args.prefix) + m * args.prefix_stride;
-    T* entry = static_cast<T*>(args.blocks) + m / per_entry * args.blocks_token_stride;
-    T* output = static_cast<T*>(args.output) + m * args.output_stride;
-    if (args.delta != nullptr) {
-      const T* delta = static_cast<const T*>(args.delta) + m * args.delta_stride;
-      for (int64_t h = 0; h < h_size; ++h) store(prefix[h], load(prefix[h]) + load(delta[h]));
-    }
-    const int n = args.num_blocks + 1;
-    const T* sources[9];
-    float weights[9] = {1.0f};
-    for (int i = 0; i < n - 1; ++i) sources[i] = entry + i * args.blocks_row_stride;
-    sources[n - 1] = prefix;
-    if (n > 1) {
-      float maximum = -INFINITY;
-      for (int i = 0; i < n; ++i) {
-        double squares = 0;
-        double dot = 0;
-        for (int64_t h = 0; h < h_size; ++h) {
-          const double v = load(sources[i][h]);
-          squares += v * v;
-          dot += v * query[h];
-        }
-        weights[i] = static_cast<float>(dot / std::sqrt(squares / h_size + args.eps));
-        maximum = std::fmax(maximum, weights[i]);
-      }
-      float sum = 0;
-      for (int i = 0; i < n; ++i) sum += weights[i] = std::exp(weights[i] - maximum);
-      for (int i = 0; i < n; ++i) weights[i] /= sum;
-    }
-    double squares = 0;
-    for (int64_t h = 0; h < h_size; ++h) {
-      float value = 0;
-      for (int i = 0; i < n; ++i) value += weights[i] * load(sources[i][h]);
-      mixed[h] = value;
-      squares += static_cast<double>(value) * value;
-    }
-    if (output_norm_weight != nullptr) {
-      const float scale =
-          static_cast<float>(1.0 / std::sqrt(squares / h_size + args.output_norm_eps));
-      for (int64_t h = 0; h < h_size; ++h) {
-        store(output[h], mixed[h] * scale * load(output_norm_weight[h]));
-      }
-    } else {
-      for (int64_t h = 0; h < h_size; ++h) store(output[h], mixed[h]);
-    }
-    if (args.block_write_idx >= 0) {
-      std::memcpy(entry + args.block_write_idx * args.blocks_row_stride, prefix, h_size * sizeof(T));
-    }
-  }
+// Small enough to share the work evenly, large enough that tokens of one bank entry stay together.
+int64_t tokens_per_turn(const attnres_forward_args& args, int threads) {
+  const int64_t prefixes_per_entry = args.num_tokens / args.num_bank_tokens;
+  const int64_t share = args.num_tokens / threads;
+  const int64_t turn = std::clamp<int64_t>(share / 8, 1, 16);
+  const int64_t whole_entries = (turn + prefixes_per_entry - 1) / prefixes_per_entry;
+  return std::min(whole_entries * prefixes_per_entry, std::max<int64_t>(share, 1));
 }
 
 }  // namespace
 
 void host_forward(const attnres_forward_args& args) {
-  switch (args.dtype) {
-    case ATTNRES_BFLOAT16: return forward<BFloat16>(args);
-    case ATTNRES_FLOAT16: return forward<Float16>(args);
-    default: return forward<float>(args);
+  const HostKernels& kernels = host_kernels();
+  const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
+  const int64_t rows_per_token = args.num_blocks + (args.delta != nullptr ? 2 : 1);
+  // Saturating: sizes were checked to fit an address space, not their product with the rows.
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(args.num_tokens * rows_per_token, args.hidden_size * element_size,
+                             &bytes)) {
+    bytes = INT64_MAX;
   }
+  const int threads = static_cast<int>(std::max<int64_t>(
+      1, std::min({static_cast<int64_t>(requested_threads(args)), args.num_tokens,
+                   bytes / kMinBytesPerThread})));
+
+  // Kept by the calling thread from call to call: fresh pages would cost more than the arithmetic.
+  static thread_local std::vector<float> scratch;
+  const int64_t row_floats =
+      (args.hidden_size + kScratchFloats - 1) / kScratchFloats * kScratchFloats;
+  const size_t needed = static_cast<size_t>(row_floats) * (threads + 1) + kScratchFloats;
+  if (scratch.size() < needed) scratch.resize(needed);
+  constexpr uintptr_t kAlignment = kScratchFloats * sizeof(float);
+  float* query = reinterpret_cast<float*>(
+      (reinterpret_cast<uintptr_t>(scratch.data()) + kAlignment - 1) / kAlignment * kAlignment);
+
+  {
+    const DefaultFloatEnvironment environment;
+    kernels.prepare_query[args.dtype](args, query);
+  }
+  HostCall call{args,
+                kernels.forward_tokens[args.dtype],
+                query,
+                query + row_floats,
+                row_floats,
+                tokens_per_turn(args, threads)};
+  run_on_host_threads(threads, take_turns, &call);
 }
 
 }  // namespace attnres
