@@ -49,7 +49,8 @@ int main(void) {
       delta[m][h] = value(m * H + h + 3);
       updated[m][h] = prefix[m][h] + delta[m][h];
       output[m][h] = NAN;
-      for (int r = 0; r < R; ++r) blocks[m][r][h] = r < NUM_BLOCKS ? value((m * R + r) * H + h + 7) : NAN;
+      for (int r = 0; r < R; ++r)
+        blocks[m][r][h] = r < NUM_BLOCKS ? value((m * R + r) * H + h + 7) : NAN;
     }
   }
 
@@ -95,18 +96,20 @@ int main(void) {
       expect(fabs(output[m][h] - expected[m][h]) <= 1e-5 * (1.0 + fabs(expected[m][h])), "output");
     }
     expect(memcmp(prefix[m], updated[m], sizeof(updated[m])) == 0, "prefix is updated");
-    expect(memcmp(blocks[m][WRITE], updated[m], sizeof(updated[m])) == 0, "the bank row is written");
+    expect(memcmp(blocks[m][WRITE], updated[m], sizeof(updated[m])) == 0,
+           "the bank row is written");
   }
 
   args.num_blocks = R + 1;
   expect(attnres_forward_host(&args) == ATTNRES_INVALID_ARGUMENT, "a refusal");
-  expect(strstr(attnres_last_error_message(), "num_blocks") != NULL, "the message names the argument");
+  expect(strstr(attnres_last_error_message(), "num_blocks") != NULL,
+         "the message names the argument");
 
   attnres_probe_info probe = {.struct_size = sizeof(probe)};
   expect(attnres_probe(-1, &probe) == ATTNRES_OK, "attnres_probe");
   expect(probe.native || probe.reason[0] != '\0', "the probe gives a reason");
-  expect(attnres_version() == 10000 * ATTNRES_VERSION_MAJOR + 100 * ATTNRES_VERSION_MINOR +
-                                  ATTNRES_VERSION_PATCH,
+  expect(attnres_version() ==
+             10000 * ATTNRES_VERSION_MAJOR + 100 * ATTNRES_VERSION_MINOR + ATTNRES_VERSION_PATCH,
          "header and library have one version");
 
   if (failures == 0) printf("libattnres %s: C forward matches\n", attnres_version_string());

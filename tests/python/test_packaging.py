@@ -101,6 +101,8 @@ def test_distribution_holds_the_package_the_library_and_its_development_files() 
 
 
 def test_command_line_is_an_entry_point() -> None:
-    (script,) = (point for point in metadata.entry_points(group="console_scripts") if point.name == "libattnres")
+    (script,) = (
+        point for point in metadata.entry_points(group="console_scripts") if point.name == "libattnres"
+    )
     assert script.value == "libattnres.cli:main"
     assert callable(script.load())
