@@ -17,7 +17,7 @@ from scikit_build_core.build import *  # noqa: F403
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import find_nvcc  # noqa: E402
+import find_nvcc
 
 ConfigSettings = Mapping[str, str | list[str]] | None
 
