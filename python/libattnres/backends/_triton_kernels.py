@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+"""Triton kernels of Attention Residuals (arXiv 2603.15031); imported on first use only.
+
+For each token, one program computes
+
+    p       = prefix + delta                                (one rounding; stored to prefix)
+    score_i = (v_i . norm_weight * qk_weight) * rsqrt(mean(v_i^2) + eps),   v = bank rows, then p
+    output  = softmax(score) . v, then the output norm      (float32)
+    blocks[entry, block_write_idx] = p
+
+`forward_kernel` keeps a row in registers, reads each row once and moves `num_blocks + 2` rows, plus two
+with a delta and one with a write. `forward_tiled_kernel` walks rows too long for that in tiles, three
+times. A program touches only its own token's memory. A thread loads and stores the same columns of
+every array, and no column belongs to two warps, so its stores to `prefix` and to the bank cannot
+overtake another thread's loads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_GRID_DEPENDENCY_CONTROL = True
+except ImportError:  # then the launcher compiles with PDL = 0 and nothing below names them
+    HAS_GRID_DEPENDENCY_CONTROL = False
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# Whether @triton.jit below makes interpreted functions, which run on CPU tensors.
+INTERPRETED = triton.knobs.runtime.interpret
+
+# Values of the kernels' PDL argument.
+PDL_OFF = tl.constexpr(0)
+PDL_WAIT = tl.constexpr(1)
+PDL_EARLY = tl.constexpr(2)
+
+
+@triton.jit
+def _load(pointers, inside, MASKED: tl.constexpr):
+    # Rows bypass L1, where the weights should stay: a row is read once.
+    if MASKED:
+        values = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        values = tl.load(pointers, cache_modifier=".cg")
+    return values
+
+
+@triton.jit
+def _load_weight(pointers, inside, MASKED: tl.constexpr):
+    values = tl.load(pointers, mask=inside, other=0.0) if MASKED else tl.load(pointers)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store(pointers, values, inside, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, values, mask=inside)
+    else:
+        tl.store(pointers, values)
+
+
+@triton.jit
+def _round(values, dtype: tl.constexpr, ROUND_BY_HAND: tl.constexpr):
+    """Float32 to `dtype`, to nearest even. The interpreter truncates to bfloat16, hence by hand there."""
+    if ROUND_BY_HAND and dtype == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(values == values, rounded, 0x7FFF)
+        result = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = values.to(dtype)
+    return result
+
+
+@triton.jit
+def _square_and_dot(values, query):
+    """Sums of `values^2` and of `values * query` in one exchange between the warps."""
+    return tl.split(tl.sum(tl.join(values * values, values * query), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_blocks", "block_write_idx", "prefixes_per_row"])
+def forward_kernel(
+    prefix_ptr,
+    delta_ptr,
+    blocks_ptr,
+    norm_weight_ptr,
+    qk_weight_ptr,
+    output_norm_weight_ptr,
+    output_ptr,
+    prefix_stride,
+    delta_stride,
+    blocks_token_stride,
+    blocks_row_stride,
+    output_stride,
+    num_blocks,
+    block_write_idx,
+    prefixes_per_row,
+    eps,
+    output_norm_eps,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_OUTPUT_NORM: tl.constexpr,
+    SHARES_ROWS: tl.constexpr,
+    OWN_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr,
+):
+    """One token, its row in registers; `STAGES - 1` bank rows are in flight before one is used.
+
+    `OWN_FIRST` requests prefix and delta before the bank rows: a shorter chain for one token, more
+    registers. Neither it nor `STAGES` changes a bit of the result.
+    """
+    dtype: tl.constexpr = prefix_ptr.dtype.element_ty
+    MASKED: tl.constexpr = BLOCK != HIDDEN_SIZE
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN_SIZE
+    entry = token // prefixes_per_row if SHARES_ROWS else token
+    entry_ptr = blocks_ptr + entry * blocks_token_stride
+    own_ptrs = prefix_ptr + token * prefix_stride + columns
+
+    # Weights come from no kernel of this stream's recent past: they may be read before the wait.
+    query = _load_weight(norm_weight_ptr + columns, inside, MASKED)
+    query *= _load_weight(qk_weight_ptr + columns, inside, MASKED)
+    query *= LOG2_E
+    if PDL == PDL_WAIT:
+        gdc_wait()
+    if OWN_FIRST and PDL != PDL_EARLY:
+        own = _load(own_ptrs, inside, MASKED)
+        if HAS_DELTA:
+            delta = _load(delta_ptr + token * delta_stride + columns, inside, MASKED)
+
+    maximum = float("-inf")
+    total = 0.0
+    mixed = tl.zeros_like(query)
+    for index in tl.range(0, num_blocks, num_stages=STAGES):
+        row_ptr = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride
+        values = _load(row_ptr + columns, inside, MASKED).to(tl.float32)
+        square, dot = _square_and_dot(values, query)
+        score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
+        new_maximum = tl.maximum(maximum, score)
+        scale = tl.exp2(maximum - new_maximum)
+        weight = tl.exp2(score - new_maximum)
+        maximum = new_maximum
+        total = total * scale + weight
+        mixed = mixed * scale + values * weight
+
+    if PDL == PDL_EARLY:
+        gdc_wait()
+    if not OWN_FIRST or PDL == PDL_EARLY:
+        own = _load(own_ptrs, inside, MASKED)
+        if HAS_DELTA:
+            delta = _load(delta_ptr + token * delta_stride + columns, inside, MASKED)
+    if HAS_DELTA:
+        own = _round(own.to(tl.float32) + delta.to(tl.float32), dtype, ROUND_BY_HAND)
+        _store(own_ptrs, own, inside, MASKED)
+    values = own.to(tl.float32)
+    square, dot = _square_and_dot(values, query)
+    score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
+    if num_blocks == 0:
+        # The weight of a single source is 1, whatever its score.
+        score = 0.0
+    new_maximum = tl.maximum(maximum, score)
+    scale = tl.exp2(maximum - new_maximum)
+    weight = tl.exp2(score - new_maximum)
+    inverse = 1.0 / (total * scale + weight)
+    mixed = mixed * scale + values * weight
+    if block_write_idx >= 0:
+        # Every source has been summed up, so no thread still reads the row that is overwritten.
+        tl.debug_barrier()
+        write_ptr = entry_ptr + block_write_idx.to(tl.int64) * blocks_row_stride
+        _store(write_ptr + columns, own, inside, MASKED)
+        if PDL != PDL_OFF:
+            # One thread triggers for its whole program: all stores of the row must be issued.
+            tl.debug_barrier()
+    if PDL != PDL_OFF:
+        # The exchange of the last sums is behind every warp's loads.
+        gdc_launch_dependents()
+
+    if HAS_OUTPUT_NORM:
+        output_norm_weight = _load_weight(output_norm_weight_ptr + columns, inside, MASKED)
+        mean_square = tl.sum(mixed * mixed, axis=0) * (inverse * inverse) / HIDDEN_SIZE
+        mixed = mixed * (inverse * tl.rsqrt(mean_square + output_norm_eps)) * output_norm_weight
+    else:
+        mixed = mixed * inverse
+    output_ptrs = output_ptr + token * output_stride + columns
+    _store(output_ptrs, _round(mixed, dtype, ROUND_BY_HAND), inside, MASKED)
+
+
+@triton.jit
+def _updated_prefix(
+    prefix_ptr, delta_ptr, columns, inside, HAS_DELTA: tl.constexpr, ROUND_BY_HAND: tl.constexpr
+):
+    own = tl.load(prefix_ptr + columns, mask=inside, other=0.0)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + columns, mask=inside, other=0.0)
+        own = _round(own.to(tl.float32) + delta.to(tl.float32), own.dtype, ROUND_BY_HAND)
+    return own
+
+
+@triton.jit
+def _mixed_tile(own, row_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources):
+    """One tile of `softmax(score) . v`."""
+    mixed = own.to(tl.float32) * tl.sum(tl.where(sources == num_blocks, weights, 0.0), axis=0)
+    for index in tl.range(0, num_blocks):
+        pointers = row_ptr + tl.cast(index, tl.int64) * blocks_row_stride + columns
+        values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        mixed += values * tl.sum(tl.where(sources == index, weights, 0.0), axis=0)
+    return mixed
+
+
+@triton.jit(do_not_specialize=["num_blocks", "block_write_idx", "prefixes_per_row"])
+def forward_tiled_kernel(
+    prefix_ptr,
+    delta_ptr,
+    blocks_ptr,
+    norm_weight_ptr,
+    qk_weight_ptr,
+    output_norm_weight_ptr,
+    output_ptr,
+    prefix_stride,
+    delta_stride,
+    blocks_token_stride,
+    blocks_row_stride,
+    output_stride,
+    num_blocks,
+    block_write_idx,
+    prefixes_per_row,
+    eps,
+    output_norm_eps,
+    HIDDEN_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_OUTPUT_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr,
+):
+    """One token of any length: scores, then the square of the mix, then the mix again and all stores.
+
+    Nothing is stored before the last pass, and there each thread has loaded a column of every array
+    before it stores that column. `num_blocks < SOURCES`, a power of two.
+    """
+    dtype: tl.constexpr = prefix_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    entry_ptr = blocks_ptr + token // prefixes_per_row * blocks_token_stride
+    own_ptr = prefix_ptr + token * prefix_stride
+    own_delta_ptr = delta_ptr + token * delta_stride
+    if PDL != PDL_OFF:
+        gdc_wait()
+
+    sources = tl.arange(0, SOURCES)
+    scores = tl.full([SOURCES], float("-inf"), tl.float32)
+    for index in tl.range(0, num_blocks + 1):
+        square = tl.zeros([TILE], tl.float32)
+        dot = tl.zeros([TILE], tl.float32)
+        for start in tl.range(0, HIDDEN_SIZE, TILE):
+            columns = start + tl.arange(0, TILE)
+            inside = columns < HIDDEN_SIZE
+            query = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            query *= tl.load(qk_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            if index == num_blocks:
+                own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
+                values = own.to(tl.float32)
+            else:
+                pointers = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride + columns
+                values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            square += values * values
+            dot += values * query
+        mean_square = tl.sum(square, axis=0) / HIDDEN_SIZE
+        score = tl.sum(dot, axis=0) * tl.rsqrt(mean_square + eps)
+        scores = tl.where(sources == index, score, scores)
+    scores = tl.where(sources <= num_blocks, scores, float("-inf"))
+    if num_blocks == 0:
+        # The weight of a single source is 1, whatever its score.
+        scores = tl.where(sources == 0, 0.0, scores)
+    weights = tl.exp2((scores - tl.max(scores, axis=0)) * LOG2_E)
+    weights = weights / tl.sum(weights, axis=0)
+
+    norm_scale = 1.0
+    if HAS_OUTPUT_NORM:
+        square = tl.zeros([TILE], tl.float32)
+        for start in tl.range(0, HIDDEN_SIZE, TILE):
+            columns = start + tl.arange(0, TILE)
+            inside = columns < HIDDEN_SIZE
+            own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
+            mixed = _mixed_tile(
+                own, entry_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources
+            )
+            square += mixed * mixed
+        norm_scale = tl.rsqrt(tl.sum(square, axis=0) / HIDDEN_SIZE + output_norm_eps)
+
+    for start in tl.range(0, HIDDEN_SIZE, TILE):
+        columns = start + tl.arange(0, TILE)
+        inside = columns < HIDDEN_SIZE
+        own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
+        mixed = _mixed_tile(own, entry_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources)
+        if HAS_OUTPUT_NORM:
+            mixed *= norm_scale
+            mixed *= tl.load(output_norm_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        output = _round(mixed, dtype, ROUND_BY_HAND)
+        tl.store(output_ptr + token * output_stride + columns, output, mask=inside)
+        if HAS_DELTA:
+            tl.store(own_ptr + columns, own, mask=inside)
+        if block_write_idx >= 0:
+            write_ptr = entry_ptr + block_write_idx.to(tl.int64) * blocks_row_stride
+            tl.store(write_ptr + columns, own, mask=inside)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton backend: any H, any row strides, bfloat16, float16 and float32, on GPUs from compute capability 8.0.
+
+Under ``TRITON_INTERPRET=1`` it runs on CPU tensors, slowly. Triton is imported on first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Policy",
+    "compile_cubin",
+    "cubin_variants",
+    "forward",
+    "policy",
+    "toolchain_reason",
+    "unsupported",
+]
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+# Longer rows do not fit in the registers of one program; they are walked in tiles.
+MAX_BLOCK = 16384
+TILE = 4096
+# Power of two above the most bank rows a call can read.
+TILED_SOURCES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How one program of the row kernel is built."""
+
+    num_warps: int
+    stages: int
+    """One more than the bank rows in flight, each of which takes a padded row of shared memory."""
+    own_first: bool
+    """Prefix and delta are requested before the bank rows."""
+    max_registers: int | None
+
+
+# Padded bytes of bank rows that a program keeps in flight. With two programs per multiprocessor 64 KiB
+# each is three times what an H200 needs to cover its memory latency (32 B/ns x 1.2 us), and fits Ampere's
+# smaller multiprocessors (99 KiB) for one program.
+THROUGHPUT_BYTES = 64 << 10
+# A program that has its multiprocessor to itself requests the rows of a token at once: 7 of H = 7168.
+LATENCY_BYTES = 112 << 10
+# Two programs of 8 warps share a multiprocessor's 64 Ki registers.
+THROUGHPUT_REGISTERS = 128
+# Elements of a row per warp: 32 per thread, so that row, query and mix fit in 128 registers.
+ELEMENTS_PER_WARP = 1024
+
+
+def policy(
+    num_tokens: int,
+    num_blocks: int,
+    block: int,
+    element_size: int,
+    num_sms: int,
+    shared_memory: int,
+) -> Policy:
+    """Choose the build for a row of ``block`` elements (a power of two, ``H`` padded).
+
+    The result's bits depend on ``block`` alone: neither on the number of tokens nor on the device.
+    """
+    # One warp at least; never so many that two hold the same column (see the kernels' file).
+    num_warps = max(1, min(16, block // ELEMENTS_PER_WARP))
+    row_bytes = block * element_size
+    latency = num_tokens <= num_sms
+    in_flight = LATENCY_BYTES if latency and num_blocks > 4 else THROUGHPUT_BYTES
+    # 4 KiB are left for the exchange between warps and what the driver reserves.
+    in_flight = min(in_flight, shared_memory - (4 << 10))
+    stages = 1 + max(1, min(7 if latency and num_blocks > 4 else 4, in_flight // row_bytes))
+    return Policy(num_warps, stages, latency, None if latency else THROUGHPUT_REGISTERS)
+
+
+@functools.cache
+def toolchain_reason() -> str | None:
+    """Why Triton cannot compile in this process, or None. Compiles nothing; kept for the process."""
+    try:
+        import triton
+    except Exception as error:  # a broken installation raises more than ImportError
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    try:
+        from libattnres.backends import _triton_kernels as kernels
+    except Exception as error:
+        return f"triton {triton.__version__} cannot define the kernels ({type(error).__name__}: {error})"
+    if kernels.INTERPRETED:
+        return None
+    if triton.knobs.build.impl is None:
+        compiler = os.environ.get("CC")
+        if compiler is None:
+            if shutil.which("gcc") is None and shutil.which("clang") is None:
+                return "triton needs a C compiler, and neither gcc nor clang is on PATH and CC is not set"
+        elif shutil.which(compiler) is None:
+            return f"triton needs a C compiler, and CC={compiler} is not an executable"
+        scheme = sysconfig.get_default_scheme()
+        scheme = "posix_prefix" if scheme == "posix_local" else scheme
+        header = os.path.join(sysconfig.get_paths(scheme=scheme)["include"], "Python.h")
+        if not os.path.exists(header):
+            return f"triton needs Python's headers, and {header} does not exist"
+    directory = triton.knobs.cache.dir
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        return (
+            f"triton needs a writable cache, and {directory} is not ({error.strerror}): set TRITON_CACHE_DIR"
+        )
+    return None
+
+
+@functools.cache
+def _device_reason(device: int) -> str | None:
+    if torch.version.cuda is None:
+        return "triton needs a CUDA build of PyTorch"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return (
+            f"triton needs compute capability 8.0 or newer, cuda:{device} has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> str | None:
+    """Why this backend cannot serve such a call here, or None."""
+    del blocks, num_blocks
+    if prefix.dtype not in DTYPES:
+        return f"triton computes bfloat16, float16 and float32, prefix is {prefix.dtype}"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off")
+    if prefix.device.type != "cuda" and not interpreted:
+        return f"triton needs CUDA tensors, prefix is on {prefix.device}"
+    reason = toolchain_reason()
+    if reason is not None:
+        return reason
+    if prefix.device.type == "cuda":
+        return _device_reason(prefix.device.index)
+    from libattnres.backends import _triton_kernels as kernels
+
+    if not kernels.INTERPRETED:
+        return "triton needs CUDA tensors; TRITON_INTERPRET was set after its kernels were imported"
+    return None
+
+
+@functools.cache
+def _device_limits(device: int) -> tuple[int, int, bool]:
+    """Multiprocessors, shared memory of one program, and whether dependent launches exist there."""
+    from libattnres.backends import _triton_kernels as kernels
+
+    properties = torch.cuda.get_device_properties(device)
+    dependent_launch = properties.major >= 9 and kernels.HAS_GRID_DEPENDENCY_CONTROL
+    # Not in PyTorch's type stubs.
+    shared_memory: int = getattr(
+        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+    )
+    return properties.multi_processor_count, shared_memory, dependent_launch
+
+
+def forward(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    out: torch.Tensor,
+    pdl: str,
+) -> None:
+    """Run the operator on validated arguments, on the current stream of their device.
+
+    Writes ``out``, ``prefix`` with a delta, and a bank row. ``pdl`` is heeded from compute capability 9.0
+    on; rows longer than 16384 elements treat ``"early"`` as ``"wait"``.
+    """
+    num_tokens, hidden_size = prefix.shape
+    if num_tokens == 0:
+        return
+    from libattnres.backends import _triton_kernels as kernels
+
+    if kernels.INTERPRETED:
+        limits = 1, LATENCY_BYTES + (4 << 10), False
+    else:
+        limits = _device_limits(prefix.device.index)
+    num_sms, shared_memory, dependent_launch = limits
+    mode = {"off": 0, "wait": 1, "early": 2}[pdl] if dependent_launch else 0
+    prefixes_per_row = num_tokens // blocks.shape[0]
+    arguments = (
+        prefix,
+        prefix if delta is None else delta,
+        blocks,
+        norm_weight,
+        qk_weight,
+        norm_weight if output_norm_weight is None else output_norm_weight,
+        out,
+        prefix.stride(0),
+        0 if delta is None else delta.stride(0),
+        blocks.stride(0),
+        blocks.stride(1),
+        out.stride(0),
+        num_blocks,
+        block_write_idx,
+        prefixes_per_row,
+        float(eps),
+        float(output_norm_eps),
+    )
+    kernel, constants, options = _build(
+        num_tokens,
+        num_blocks,
+        hidden_size,
+        prefix.element_size(),
+        delta is not None,
+        output_norm_weight is not None,
+        prefixes_per_row > 1,
+        mode,
+        num_sms,
+        shared_memory,
+    )
+    if kernels.INTERPRETED:
+        kernel[(num_tokens,)](*arguments, **constants)
+    elif prefix.device.index == torch.cuda.current_device():
+        kernel[(num_tokens,)](*arguments, **constants, **options)
+    else:
+        with torch.cuda.device(prefix.device):
+            kernel[(num_tokens,)](*arguments, **constants, **options)
+
+
+def _build(
+    num_tokens: int,
+    num_blocks: int,
+    hidden_size: int,
+    element_size: int,
+    has_delta: bool,
+    has_output_norm: bool,
+    shares_rows: bool,
+    pdl: int,
+    num_sms: int,
+    shared_memory: int,
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel of a call, its compile-time arguments and its compiler options."""
+    from libattnres.backends import _triton_kernels as kernels
+
+    constants: dict[str, Any] = {
+        "HIDDEN_SIZE": hidden_size,
+        "HAS_DELTA": has_delta,
+        "HAS_OUTPUT_NORM": has_output_norm,
+        "PDL": pdl,
+        "ROUND_BY_HAND": kernels.INTERPRETED,
+    }
+    options: dict[str, Any] = {}
+    if pdl:
+        options["launch_pdl"] = True
+    block = 1 << (hidden_size - 1).bit_length()
+    if block > MAX_BLOCK:
+        options["num_warps"] = 8
+        constants |= {"TILE": TILE, "SOURCES": TILED_SOURCES}
+        return kernels.forward_tiled_kernel, constants, options
+    chosen = policy(num_tokens, num_blocks, block, element_size, num_sms, shared_memory)
+    options["num_warps"] = chosen.num_warps
+    if chosen.max_registers is not None:
+        options["maxnreg"] = chosen.max_registers
+    constants |= {
+        "BLOCK": block,
+        "SHARES_ROWS": shares_rows,
+        "OWN_FIRST": chosen.own_first,
+        "STAGES": chosen.stages,
+    }
+    return kernels.forward_kernel, constants, options
+
+
+@dataclasses.dataclass(frozen=True)
+class CubinVariant:
+    """A call whose kernel :func:`compile_cubin` builds."""
+
+    dtype: torch.dtype = torch.bfloat16
+    hidden_size: int = 7168
+    num_tokens: int = 4096
+    num_blocks: int = 8
+    has_delta: bool = True
+    has_output_norm: bool = True
+    shares_rows: bool = False
+    pdl: str = "wait"
+    aligned: bool = True
+    """Whether bases are multiples of 16 bytes and row strides of 16 elements."""
+
+
+def cubin_variants() -> Iterator[CubinVariant]:
+    """Each kernel of the model's walk, for few and for many tokens, then the other paths once."""
+    for num_tokens in (1, 4096):
+        for pdl in ("off", "wait", "early"):
+            yield CubinVariant(num_tokens=num_tokens, pdl=pdl)
+        yield CubinVariant(num_tokens=num_tokens, num_blocks=1)
+        yield CubinVariant(num_tokens=num_tokens, has_delta=False)
+        yield CubinVariant(num_tokens=num_tokens, has_output_norm=False)
+    yield CubinVariant(shares_rows=True)
+    yield CubinVariant(aligned=False)
+    yield CubinVariant(dtype=torch.float16)
+    yield CubinVariant(dtype=torch.float32)
+    yield CubinVariant(hidden_size=96)
+    yield CubinVariant(hidden_size=20000)
+
+
+def compile_cubin(compute_capability: int, variant: CubinVariant) -> Any:
+    """Compile one kernel for a GPU that need not be there, e.g. 90, 100 or 103.
+
+    Returns Triton's compiled kernel: ``asm["cubin"]`` and ``asm["ptx"]`` hold the code.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants, options = _build(
+        variant.num_tokens,
+        variant.num_blocks,
+        variant.hidden_size,
+        torch.empty(0, dtype=variant.dtype).element_size(),
+        variant.has_delta,
+        variant.has_output_norm,
+        variant.shares_rows,
+        {"off": 0, "wait": 1, "early": 2}[variant.pdl] if compute_capability >= 90 else 0,
+        132,
+        227 << 10,
+    )
+    signature = {}
+    attributes = {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{DTYPES[variant.dtype]}"
+        elif name in ("eps", "output_norm_eps"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+        if name.endswith(("_ptr", "_stride")) and variant.aligned:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
