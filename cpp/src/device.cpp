@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device_forward.hpp"
+#include "error.hpp"
+
+namespace attnres {
+namespace {
+
+constexpr int kMaxDevices = 256;
+constexpr int kMaxBlockSharedMemory = 232448;  // of 9.0, 10.0 and 10.3
+
+struct DeviceState {
+  std::once_flag probed;
+  attnres_probe_info info{};
+  std::mutex preparing;
+  std::unique_ptr<std::atomic<bool>[]> ready = std::make_unique<std::atomic<bool>[]>(instances().size());
+};
+
+// One state per ordinal, made when it is first asked for and kept until the process ends: a kernel may be
+// launched from another static object's destructor.
+DeviceState& state_of(int device) {
+  static std::array<std::atomic<DeviceState*>, kMaxDevices> states{};
+  if (device < 0 || device >= kMaxDevices) {
+    fail(ATTNRES_INVALID_ARGUMENT,
+         "device: expected 0 <= device < " + std::to_string(kMaxDevices) + ", got " + std::to_string(device));
+  }
+  DeviceState* state = states[device].load(std::memory_order_acquire);
+  if (state == nullptr) {
+    auto fresh = std::make_unique<DeviceState>();
+    if (states[device].compare_exchange_strong(state, fresh.get(), std::memory_order_acq_rel)) {
+      state = fresh.release();
+    }
+  }
+  return *state;
+}
+
+std::string describe(cudaError_t code) {
+  return std::string(cudaGetErrorName(code)) + " (" + cudaGetErrorString(code) + ")";
+}
+
+// Errors that a failed kernel leaves in the context for every later call.
+bool is_left_behind(cudaError_t code) {
+  switch (code) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+template <size_t SIZE>
+void set_text(char (&destination)[SIZE], const std::string& text) {
+  std::snprintf(destination, SIZE, "%s", text.c_str());
+}
+
+int attribute_of(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  require_success(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Relaxes stream capture for a scope: loading a kernel is not part of what is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Fills `info` or says in `info.reason` why the native kernels cannot run.
+void fill_probe(attnres_probe_info& info) {
+  info.struct_size = sizeof(info);
+  set_text(info.built_targets, built_targets());
+  require_success(cudaRuntimeGetVersion(&info.runtime_version), "cudaRuntimeGetVersion");
+  cudaDriverGetVersion(&info.driver_version);
+  cudaGetLastError();
+  if (info.driver_version == 0) {
+    set_text(info.reason, "no CUDA driver is installed");
+    return;
+  }
+  int count = 0;
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted != cudaSuccess) {
+    cudaGetLastError();
+    if (counted == cudaErrorInsufficientDriver) {
+      set_text(info.reason, "the CUDA driver is too old: expected at least " +
+                                std::to_string(info.runtime_version) + ", got " +
+                                std::to_string(info.driver_version));
+    } else {
+      set_text(info.reason, "no CUDA device: " + describe(counted));
+    }
+    return;
+  }
+  if (info.device >= count) {
+    set_text(info.reason,
+             "no CUDA device " + std::to_string(info.device) + ": " + std::to_string(count) + " visible");
+    return;
+  }
+  info.compute_major = attribute_of(cudaDevAttrComputeCapabilityMajor, info.device);
+  info.compute_minor = attribute_of(cudaDevAttrComputeCapabilityMinor, info.device);
+  info.num_sms = attribute_of(cudaDevAttrMultiProcessorCount, info.device);
+  cudaDeviceProp properties;
+  require_success(cudaGetDeviceProperties(&properties, info.device), "cudaGetDeviceProperties");
+  set_text(info.device_name, properties.name);
+  const char* target = target_for(info.compute_major, info.compute_minor);
+  if (target == nullptr) {
+    set_text(info.reason, "no kernel for compute capability " + std::to_string(info.compute_major) + "." +
+                              std::to_string(info.compute_minor) + ": this library was built for " +
+                              built_targets());
+    return;
+  }
+  // The runtime has the last word on whether a kernel exists for this device.
+  const CurrentDevice current(info.device);
+  const RelaxedCapture relaxed;
+  cudaFuncAttributes attributes;
+  const cudaError_t found = cudaFuncGetAttributes(&attributes, instances().front().function());
+  if (found != cudaSuccess) {
+    cudaGetLastError();
+    set_text(info.reason, "the CUDA runtime finds no kernel for this device: " + describe(found));
+    return;
+  }
+  set_text(info.target, target);
+  info.native = 1;
+}
+
+}  // namespace
+
+void require_success(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  cudaGetLastError();
+  const std::string origin = is_left_behind(code) ? " (left by earlier work on this device)" : "";
+  fail(ATTNRES_CUDA_ERROR, std::string(what) + ": " + describe(code) + origin);
+}
+
+CurrentDevice::CurrentDevice(int device) : ordinal_(device) {
+  int current = 0;
+  require_success(cudaGetDevice(&current), "cudaGetDevice");
+  if (device < 0) {
+    ordinal_ = current;
+  } else if (device != current) {
+    require_success(cudaSetDevice(device), "cudaSetDevice");
+    restore_ = current;
+  }
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (restore_ >= 0) cudaSetDevice(restore_);
+}
+
+const attnres_probe_info& probe_cached(int device) {
+  DeviceState& state = state_of(device);
+  std::call_once(state.probed, [&] {
+    attnres_probe_info info{};
+    info.device = device;
+    try {
+      fill_probe(info);
+    } catch (const Error& error) {
+      info.native = 0;
+      set_text(info.reason, error.message);
+    }
+    state.info = info;
+  });
+  return state.info;
+}
+
+void prepare(const Instance& instance, int device) {
+  DeviceState& state = state_of(device);
+  std::atomic<bool>& ready = state.ready[&instance - instances().data()];
+  if (ready.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(state.preparing);
+  if (ready.load(std::memory_order_relaxed)) return;
+  const RelaxedCapture relaxed;
+  cudaFuncAttributes attributes;
+  require_success(cudaFuncGetAttributes(&attributes, instance.function()), "cudaFuncGetAttributes");
+  if (instance.permutation.kernel == ATTNRES_KERNEL_RING) {
+    require_success(
+        cudaFuncSetAttribute(instance.function(), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kMaxBlockSharedMemory - static_cast<int>(attributes.sharedSizeBytes)),
+        "cudaFuncSetAttribute");
+  }
+  ready.store(true, std::memory_order_release);
+}
+
+attnres_probe_info probe(int device) {
+  if (device < 0) {
+    int current = 0;
+    device = cudaGetDevice(&current) == cudaSuccess ? current : 0;
+    cudaGetLastError();
+  }
+  return probe_cached(device);
+}
+
+void warmup(int device) {
+  const CurrentDevice current(device);
+  const attnres_probe_info& info = probe_cached(current.ordinal());
+  if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
+  for (const Instance& instance : instances()) prepare(instance, current.ordinal());
+}
+
+int num_permutations() { return static_cast<int>(instances().size()); }
+
+attnres_permutation get_permutation(int index) {
+  if (index < 0 || index >= num_permutations()) {
+    fail(ATTNRES_INVALID_ARGUMENT, "index: expected 0 <= index < " + std::to_string(num_permutations()) +
+                                       ", got " + std::to_string(index));
+  }
+  return instances()[index].permutation;
+}
+
+}  // namespace attnres

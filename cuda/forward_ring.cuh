@@ -1,0 +1,583 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ring kernel: AttnRes forward for throughput (arXiv 2603.15031).
+//
+// Contract. For each bank entry t < T and each of its B prefixes m = t B + b:
+//
+//   p      = prefix[m] + delta[m], one rounding; prefix[m] <- p with a delta; blocks[t, write] <- p
+//   score  = dot(v, norm_weight qk_weight) rsqrt(mean(v^2) + eps)      for v in blocks[t, 0..N-2], p
+//   output = sum softmax(score) v, times rsqrt(mean(.^2) + output_norm_eps) output_norm_weight
+//
+// Bytes moved: N - 1 bank rows once per entry, and per prefix one row each of prefix, delta, output and the
+// updated prefix (and the written bank row).
+//
+// Who waits for whom. Blocks are persistent: block j takes entries j, j + grid, ... A producer thread
+// streams rows, in the order bank rows, then (prefix, delta) per prefix, into a ring of row slots; slot i is
+// guarded by full[i] (the bulk copy's bytes) and empty[i] (one arrival per consumer warp). Consumer warps
+// own 1/7 of the columns each and move a row to registers as it lands. Rows are reduced in chunks of NC
+// rows: the warps publish partial sums, and later settle the chunk into an online softmax.
+// - Publishing is an arrival on an mbarrier and settling waits for it; between the two lies the next chunk's
+//   arithmetic, so the exchange is off the critical path. A warp publishes at most one exchange
+//   ahead of the one it settles, hence four buffers: reusing one needs everybody past the next-but-one.
+// - Bank rows give one weighted sum `mixed`, shared by the B prefixes. The last exchange carries p.p, p.q,
+//   p.mixed and mixed.mixed: the prefix's score and, by expanding |corr mixed + w p|^2, the output norm.
+//   Where that expansion cancels, the block sums the squares themselves in a second exchange.
+// - The softmax maximum is refreshed only when a score exceeds it by kMaxSlack: any reference value gives
+//   the same softmax, and skipping the refresh saves rescaling `mixed`.
+#pragma once
+
+#include <cstddef>
+
+#include "device/bf16.cuh"
+#include "device/ptx.cuh"
+#include "device/reduce.cuh"
+#include "instances.hpp"
+#include "ring_policy.cuh"
+
+namespace attnres {
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+struct RingTraits {
+  using Policy = RingPolicy<H, N, NC, B>;
+  static constexpr int kHidden = H;
+  static constexpr int kRowsPerStage = NC;
+  static constexpr int kPrefixes = B;
+  static constexpr bool kHasOutputNorm = HAS_OUTPUT_NORM;
+  static constexpr bool kStaticCommonPath = STATIC_COMMON_PATH;
+
+  static constexpr int kBankRows = N - 1;
+  static constexpr int kChunks = (kBankRows + NC - 1) / NC;
+  static constexpr int kConsumerWarps = Policy::kConsumerWarps;
+  static constexpr int kConsumers = kConsumerWarps * 32;
+  static constexpr int kBlockSize = kConsumers + 32;  // and the producer warp
+  static constexpr int kVectors = H / (kConsumers * 8);  // 16-byte vectors a thread holds of a row
+  static constexpr int kPairs = kVectors * 4;
+  static constexpr int kRowBytes = H * 2;
+
+  // Sums per prefix: p.p, p.q, and with a bank p.mixed; plus mixed.mixed once.
+  static constexpr int kSumsPerPrefix = kBankRows > 0 ? 3 : 2;
+  static constexpr int kPrefixSums = kSumsPerPrefix * B + (kBankRows > 0 ? 1 : 0);
+  static constexpr int kMaxSums = kPrefixSums > 2 * NC ? kPrefixSums : 2 * NC;
+  // With one source and no output norm the output is p itself.
+  static constexpr bool kCopiesPrefix = kBankRows == 0 && !HAS_OUTPUT_NORM;
+
+  static_assert(N >= 1 && N <= 9, "The operator reads at most eight bank rows.");
+  static_assert(NC >= 1 && NC <= 3, "More rows per stage do not fit in registers.");
+  static_assert(H % (kConsumers * 8) == 0, "A row must divide into 16-byte vectors of all consumers.");
+  static_assert(kConsumerWarps <= 8, "Partial sums are laid out for eight warps.");
+  static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM, "The static common path has an output norm.");
+};
+
+inline constexpr int kExchangeBuffers = 4;
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kMaxSlack = 8.0f;                // in powers of two
+inline constexpr float kCancellation = 1.0f / 128.0f;  // of the norm's terms; below, sum squares again
+
+template <typename T>
+struct alignas(128) RingSharedStorage {
+  alignas(16) float partial_sums[kExchangeBuffers][T::kMaxSums][8];  // by value, then warp
+  alignas(16) float exact_squares[8];
+  alignas(8) uint64_t full[T::Policy::kMaxRingRows];
+  uint64_t empty[T::Policy::kMaxRingRows];
+  uint64_t exchanged[kExchangeBuffers];
+};
+
+// Position in the ring; producer and consumers walk it in the same order.
+struct RingCursor {
+  uint32_t slot = 0;
+  uint32_t parity;
+
+  __device__ explicit RingCursor(uint32_t first_parity) : parity(first_parity) {}
+  __device__ __forceinline__ void advance(uint32_t ring_rows) {
+    if (++slot == ring_rows) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Shared-memory addresses of a block: the barriers and sums first, at fixed offsets, then the row slots.
+template <typename T>
+struct RingAddresses {
+  using Storage = RingSharedStorage<T>;
+  uint32_t base;
+
+  __device__ __forceinline__ explicit RingAddresses(const void* memory)
+      : base(ptx::shared_address(memory)) {}
+  __device__ __forceinline__ uint32_t full(uint32_t slot) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, full)) + slot * 8;
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t slot) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, empty)) + slot * 8;
+  }
+  __device__ __forceinline__ uint32_t exchanged(uint32_t buffer) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, exchanged)) + buffer * 8;
+  }
+  __device__ __forceinline__ uint32_t partial_sums(uint32_t buffer, uint32_t value) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, partial_sums)) +
+           (buffer * T::kMaxSums + value) * 32;
+  }
+  __device__ __forceinline__ uint32_t exact_squares() const {
+    return base + static_cast<uint32_t>(offsetof(Storage, exact_squares));
+  }
+  __device__ __forceinline__ uint32_t row(uint32_t slot) const {
+    return base + static_cast<uint32_t>(sizeof(Storage)) + slot * T::kRowBytes;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void initialise_barriers(const RingAddresses<T>& shared, uint32_t ring_rows) {
+  if (threadIdx.x < ring_rows) {
+    ptx::mbarrier_init(shared.full(threadIdx.x), 1);
+    ptx::mbarrier_init(shared.empty(threadIdx.x), T::kConsumerWarps);
+  }
+  if (threadIdx.x < kExchangeBuffers) {
+    ptx::mbarrier_init(shared.exchanged(threadIdx.x), T::kConsumerWarps);
+  }
+  ptx::fence_mbarrier_init();
+  __syncthreads();
+}
+
+// The producer thread: every row of every entry of this block, in ring order.
+template <typename T>
+__device__ __forceinline__ void produce_rows(const ForwardParams& params,
+                                             const RingAddresses<T>& shared) {
+  const bool has_delta = T::kStaticCommonPath || params.delta != nullptr;
+  const auto* blocks = static_cast<const __nv_bfloat16*>(params.blocks);
+  const auto* prefix = static_cast<const __nv_bfloat16*>(params.prefix);
+  const auto* delta = static_cast<const __nv_bfloat16*>(params.delta);
+  RingCursor cursor(1);  // the first pass over the ring finds every slot empty
+
+  const auto copy_row = [&](const __nv_bfloat16* row) {
+    const uint32_t full = shared.full(cursor.slot);
+    ptx::mbarrier_wait(shared.empty(cursor.slot), cursor.parity);
+    ptx::mbarrier_arrive_expect_tx(full, T::kRowBytes);
+    ptx::bulk_copy(shared.row(cursor.slot), row, T::kRowBytes, full);
+    cursor.advance(params.ring_rows);
+  };
+
+  bool must_wait = true;
+  if (T::kBankRows == 0 || !params.early) {
+    ptx::griddepcontrol_wait();
+    must_wait = false;
+  }
+  const int32_t entries = params.num_tokens / T::kPrefixes;
+  for (int32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
+    const auto* bank = blocks + int64_t{entry} * params.blocks_token_stride;
+#pragma unroll 1
+    for (int row = 0; row < T::kBankRows; ++row) copy_row(bank + row * params.blocks_row_stride);
+    if (must_wait) {
+      ptx::griddepcontrol_wait();
+      must_wait = false;
+    }
+#pragma unroll 1
+    for (int b = 0; b < T::kPrefixes; ++b) {
+      const int32_t token = entry * T::kPrefixes + b;
+      copy_row(prefix + int64_t{token} * params.prefix_stride);
+      if (has_delta) copy_row(delta + int64_t{token} * params.delta_stride);
+    }
+  }
+}
+
+// One consumer thread: its columns of the current entry, in registers.
+template <typename T>
+class RingConsumer {
+ public:
+  __device__ __forceinline__ RingConsumer(const ForwardParams& params, const RingAddresses<T>& shared)
+      : params_(params), shared_(shared), cursor_(0), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {
+    const auto* norm_weight = static_cast<const __nv_bfloat16*>(params.norm_weight);
+    const auto* qk_weight = static_cast<const __nv_bfloat16*>(params.qk_weight);
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) {
+      const uint4 norm = ptx::load_read_only(norm_weight + column(k));
+      const uint4 qk = ptx::load_read_only(qk_weight + column(k));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) query_[4 * k + i] = mul2(unpack(word(norm, i)), unpack(word(qk, i)));
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const bool writes_bank = !T::kStaticCommonPath && params_.block_write_idx >= 0;
+    const int32_t entries = params_.num_tokens / T::kPrefixes;
+    uint4 prefix_rows[T::kPrefixes][T::kVectors];
+    int32_t unfinished = -1;  // the entry whose last exchange is published and not yet settled
+    for (int32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
+      uint4 chunks[2][T::kRowsPerStage][T::kVectors];
+      mix_bank<0>(chunks, prefix_rows, unfinished);
+      take_prefixes(entry, chunks, prefix_rows);
+      // Everything the launch depends on has been read by this block once its last entry's rows are here.
+      // A launch that writes the bank releases its dependents by ending instead.
+      if (!writes_bank && threadIdx.x == 0 && entry + gridDim.x >= entries) {
+        ptx::griddepcontrol_launch_dependents();
+      }
+      unfinished = entry;
+      if constexpr (!kDefersOutput) finish(unfinished, prefix_rows);
+    }
+    if (kDefersOutput && unfinished >= 0) finish(unfinished, prefix_rows);
+  }
+
+ private:
+  static constexpr bool kDefersOutput = T::Policy::kDefersOutput && T::kChunks > 0;
+
+  template <int CHUNK>
+  static constexpr int kRowsOf = CHUNK < T::kChunks - 1 ? T::kRowsPerStage
+                                                        : T::kBankRows - CHUNK * T::kRowsPerStage;
+
+  __device__ __forceinline__ int column(int k) const {
+    return (k * T::kConsumers + static_cast<int>(threadIdx.x)) * 8;
+  }
+
+  // --- ring ----------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void await_row() {
+    ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);
+  }
+  __device__ __forceinline__ uint4 vector_of_row(int k) const {
+    return ptx::load_shared(shared_.row(cursor_.slot) + column(k) * 2);
+  }
+  __device__ __forceinline__ void release_row() {
+    __syncwarp();
+    if (lane_ == 0) ptx::mbarrier_arrive(shared_.empty(cursor_.slot));
+    cursor_.advance(params_.ring_rows);
+  }
+
+  // --- exchange of partial sums ------------------------------------------------------------------
+
+  template <int V>
+  __device__ __forceinline__ void publish(float (&sums)[V]) {
+    const int index = transposed_index<V>(lane_);
+    const float sum = transposed_sum<V>(sums, lane_);
+    const uint32_t buffer = published_ % kExchangeBuffers;
+    if (index >= 0) {
+      ptx::store_shared(shared_.partial_sums(buffer, index) + warp_ * 4, sum);
+    }
+    __syncwarp();
+    if (lane_ == 0) ptx::mbarrier_arrive(shared_.exchanged(buffer));
+    ++published_;
+  }
+
+  template <int V>
+  __device__ __forceinline__ void settle(float (&sums)[V]) {
+    const uint32_t buffer = settled_ % kExchangeBuffers;
+    ptx::mbarrier_wait(shared_.exchanged(buffer), settled_ / kExchangeBuffers % 2);
+    ++settled_;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      sums[i] = sum_of_warps(shared_.partial_sums(buffer, i));
+    }
+  }
+
+  // Seven warps' values, in an order that never changes.
+  __device__ __forceinline__ float sum_of_warps(uint32_t address) const {
+    const float4 low = ptx::load_shared_float4(address);
+    const float4 high = ptx::load_shared_float4(address + 16);
+    return ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + high.z);
+  }
+
+  __device__ __forceinline__ float score(float square_sum, float dot) const {
+    return dot * rsqrtf(square_sum * (1.0f / T::kHidden) + params_.eps) * kLog2E;
+  }
+
+  // --- phases ------------------------------------------------------------------------------------
+
+  // Loads chunk CHUNK and publishes its sums, settles what was published before, and goes on to the next.
+  template <int CHUNK, typename Chunks, typename Prefixes>
+  __device__ __forceinline__ void mix_bank(Chunks& chunks, Prefixes& prefix_rows, int32_t& unfinished) {
+    if constexpr (CHUNK < T::kChunks) {
+      reduce_chunk<CHUNK>(chunks[CHUNK % 2]);
+      if constexpr (CHUNK == 0) {
+        if (kDefersOutput && unfinished >= 0) finish(unfinished, prefix_rows);
+      } else if constexpr (T::Policy::kPipelinesChunks) {
+        mix_chunk<CHUNK - 1>(chunks[(CHUNK - 1) % 2]);
+      }
+      if constexpr (!T::Policy::kPipelinesChunks) mix_chunk<CHUNK>(chunks[CHUNK % 2]);
+      mix_bank<CHUNK + 1>(chunks, prefix_rows, unfinished);
+    }
+  }
+
+  template <int CHUNK>
+  __device__ __forceinline__ void reduce_chunk(uint4 (&rows)[T::kRowsPerStage][T::kVectors]) {
+    constexpr int kRows = kRowsOf<CHUNK>;
+    float sums[2 * kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      await_row();
+#pragma unroll
+      for (int k = 0; k < T::kVectors; ++k) rows[r][k] = vector_of_row(k);
+      release_row();
+      square_and_dot(rows[r], sums[2 * r], sums[2 * r + 1]);
+    }
+    publish(sums);
+  }
+
+  __device__ __forceinline__ void square_and_dot(const uint4 (&row)[T::kVectors], float& square_sum,
+                                                 float& dot) const {
+    float2 squares = make_float2(0.0f, 0.0f), dots = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < T::kPairs; ++i) {
+      const float2 v = unpack(word(row[i / 4], i % 4));
+      squares = fma2(v, v, squares);
+      dots = fma2(v, query_[i], dots);
+    }
+    square_sum = squares.x + squares.y;
+    dot = dots.x + dots.y;
+  }
+
+  // Folds a published chunk into the online softmax.
+  template <int CHUNK>
+  __device__ __forceinline__ void mix_chunk(uint4 (&rows)[T::kRowsPerStage][T::kVectors]) {
+    constexpr int kRows = kRowsOf<CHUNK>;
+    float sums[2 * kRows], scores[kRows];
+    settle(sums);
+#pragma unroll
+    for (int i = 0; i < kRows * T::kVectors; ++i) ptx::forget(rows[i / T::kVectors][i % T::kVectors]);
+    float chunk_max = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      scores[r] = score(sums[2 * r], sums[2 * r + 1]);
+      chunk_max = fmaxf(chunk_max, scores[r]);
+    }
+    if constexpr (CHUNK == 0) {
+      max_ = chunk_max;
+      sum_ = 0.0f;
+    } else if (chunk_max > max_ + kMaxSlack) {
+      const float correction = ptx::exp2_approx(max_ - chunk_max);
+      max_ = chunk_max;
+      sum_ *= correction;
+#pragma unroll
+      for (int i = 0; i < T::kPairs; ++i) mixed_[i] = mul2(mixed_[i], make_float2(correction, correction));
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float weight = ptx::exp2_approx(scores[r] - max_);
+      sum_ += weight;
+#pragma unroll
+      for (int i = 0; i < T::kPairs; ++i) {
+        const float2 v = unpack(word(rows[r][i / 4], i % 4));
+        const float2 w = make_float2(weight, weight);
+        mixed_[i] = CHUNK == 0 && r == 0 ? mul2(w, v) : fma2(w, v, mixed_[i]);
+      }
+    }
+  }
+
+  // Updates the entry's prefixes, writes them where they go, and publishes the last exchange.
+  template <typename Chunks, typename Prefixes>
+  __device__ __forceinline__ void take_prefixes(int32_t entry, Chunks& chunks, Prefixes& prefix_rows) {
+    float sums[T::kPrefixSums];
+    if constexpr (T::kChunks > 0 && T::Policy::kPipelinesChunks && T::Policy::kSettleBeforePrefix) {
+      mix_chunk<T::kChunks - 1>(chunks[(T::kChunks - 1) % 2]);
+    }
+#pragma unroll
+    for (int b = 0; b < T::kPrefixes; ++b) {
+      load_prefix(entry * T::kPrefixes + b, prefix_rows[b]);
+      if constexpr (!T::kStaticCommonPath) {
+        if (params_.block_write_idx >= 0) write_bank_row(entry, prefix_rows[b]);
+      }
+      if constexpr (!T::kCopiesPrefix) {
+        square_and_dot(prefix_rows[b], sums[T::kSumsPerPrefix * b], sums[T::kSumsPerPrefix * b + 1]);
+      }
+    }
+    if constexpr (T::kChunks > 0) {
+      if constexpr (T::Policy::kPipelinesChunks && !T::Policy::kSettleBeforePrefix) {
+        mix_chunk<T::kChunks - 1>(chunks[(T::kChunks - 1) % 2]);
+      }
+      float2 squares = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < T::kPairs; ++i) squares = fma2(mixed_[i], mixed_[i], squares);
+      sums[T::kPrefixSums - 1] = squares.x + squares.y;
+#pragma unroll
+      for (int b = 0; b < T::kPrefixes; ++b) {
+#pragma unroll
+        for (int k = 0; k < T::kVectors; ++k) ptx::forget(prefix_rows[b][k]);
+        float2 dots = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < T::kPairs; ++i) {
+          dots = fma2(unpack(word(prefix_rows[b][i / 4], i % 4)), mixed_[i], dots);
+        }
+        sums[T::kSumsPerPrefix * b + 2] = dots.x + dots.y;
+      }
+    }
+    if constexpr (!T::kCopiesPrefix) publish(sums);
+  }
+
+  __device__ __forceinline__ void load_prefix(int32_t token, uint4 (&row)[T::kVectors]) {
+    await_row();
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) row[k] = vector_of_row(k);
+    release_row();
+    if (T::kStaticCommonPath || params_.delta != nullptr) {
+      auto* prefix = static_cast<__nv_bfloat16*>(params_.prefix) + int64_t{token} * params_.prefix_stride;
+      await_row();
+#pragma unroll
+      for (int k = 0; k < T::kVectors; ++k) {
+        const uint4 delta = vector_of_row(k);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word(row[k], i) = add(word(row[k], i), word(delta, i));
+        ptx::store_global(prefix + column(k), row[k]);
+      }
+      release_row();
+    }
+  }
+
+  // Every bank row of the entry has been read by now: the whole ring order lies before the prefix.
+  __device__ __forceinline__ void write_bank_row(int32_t entry, const uint4 (&row)[T::kVectors]) const {
+    auto* destination = static_cast<__nv_bfloat16*>(params_.blocks) +
+                        int64_t{entry} * params_.blocks_token_stride +
+                        params_.block_write_idx * params_.blocks_row_stride;
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) ptx::store_global(destination + column(k), row[k]);
+  }
+
+  // Settles the last exchange of an entry and writes its outputs.
+  template <typename Prefixes>
+  __device__ __forceinline__ void finish(int32_t entry, Prefixes& prefix_rows) {
+    if constexpr (T::kCopiesPrefix) {
+#pragma unroll
+      for (int b = 0; b < T::kPrefixes; ++b) {
+        auto* output = output_row(entry * T::kPrefixes + b);
+#pragma unroll
+        for (int k = 0; k < T::kVectors; ++k) ptx::store_global(output + column(k), prefix_rows[b][k]);
+      }
+    } else {
+      float sums[T::kPrefixSums];
+      settle(sums);
+#pragma unroll
+      for (int b = 0; b < T::kPrefixes; ++b) {
+#pragma unroll
+        for (int k = 0; k < T::kVectors; ++k) ptx::forget(prefix_rows[b][k]);
+        finish_prefix(entry * T::kPrefixes + b, prefix_rows[b], &sums[T::kSumsPerPrefix * b],
+                      sums[T::kPrefixSums - 1]);
+      }
+    }
+  }
+
+  // sums: p.p, p.q, p.mixed of this prefix.
+  __device__ __forceinline__ void finish_prefix(int32_t token, const uint4 (&row)[T::kVectors],
+                                                const float* sums, float mixed_square) {
+    float mixed_share = 0.0f, prefix_share = 1.0f, total = 1.0f;
+    if constexpr (T::kChunks > 0) {
+      const float prefix_score = score(sums[0], sums[1]);
+      const float new_max = fmaxf(max_, prefix_score);
+      mixed_share = ptx::exp2_approx(max_ - new_max);
+      prefix_share = ptx::exp2_approx(prefix_score - new_max);
+      total = sum_ * mixed_share + prefix_share;
+    }
+    float scale = 1.0f / total;
+    if constexpr (T::kHasOutputNorm) {
+      float square = prefix_share * prefix_share * sums[0];
+      if constexpr (T::kChunks > 0) {
+        const float terms = mixed_share * mixed_share * mixed_square + square;
+        square = 2.0f * mixed_share * prefix_share * sums[2] + terms;
+        if (square < terms * kCancellation) square = exact_square(row, mixed_share, prefix_share);
+      }
+      scale = rsqrtf(square * (1.0f / T::kHidden) + params_.output_norm_eps * (total * total));
+    }
+    mixed_share *= scale;
+    prefix_share *= scale;
+    auto* output = output_row(token);
+    [[maybe_unused]] const auto* output_norm_weight =
+        static_cast<const __nv_bfloat16*>(params_.output_norm_weight);
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) {
+      uint4 result, weight;
+      if constexpr (T::kHasOutputNorm) weight = ptx::load_global(output_norm_weight + column(k));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 value = mul2(make_float2(prefix_share, prefix_share), unpack(word(row[k], i)));
+        if constexpr (T::kChunks > 0) {
+          value = fma2(make_float2(mixed_share, mixed_share), mixed_[4 * k + i], value);
+        }
+        if constexpr (T::kHasOutputNorm) value = mul2(value, unpack(word(weight, i)));
+        word(result, i) = pack(value);
+      }
+      ptx::store_global(output + column(k), result);
+    }
+  }
+
+  __device__ __forceinline__ __nv_bfloat16* output_row(int32_t token) const {
+    return static_cast<__nv_bfloat16*>(params_.output) + int64_t{token} * params_.output_stride;
+  }
+
+  // |mixed_share mixed + prefix_share p|^2 from its elements. Every consumer comes here or none: the
+  // decision rests on sums that all of them computed alike.
+  __device__ __forceinline__ float exact_square(const uint4 (&row)[T::kVectors], float mixed_share,
+                                             float prefix_share) {
+    float sums[1];
+    float2 squares = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < T::kPairs; ++i) {
+      const float2 value =
+          fma2(make_float2(mixed_share, mixed_share), mixed_[i],
+               mul2(make_float2(prefix_share, prefix_share), unpack(word(row[i / 4], i % 4))));
+      squares = fma2(value, value, squares);
+    }
+    sums[0] = squares.x + squares.y;
+    const float sum = transposed_sum<1>(sums, lane_);
+    if (lane_ == 0) ptx::store_shared(shared_.exact_squares() + warp_ * 4, sum);
+    ptx::named_barrier_sync(1, T::kConsumers);
+    const float square = sum_of_warps(shared_.exact_squares());
+    ptx::named_barrier_sync(1, T::kConsumers);  // everybody has read before anybody writes again
+    return square;
+  }
+
+  const ForwardParams& params_;
+  const RingAddresses<T> shared_;
+  RingCursor cursor_;
+  const uint32_t lane_, warp_;
+  uint32_t published_ = 0, settled_ = 0;
+  float2 query_[T::kPairs];  // norm_weight * qk_weight
+  float2 mixed_[T::kPairs];  // sum of weight_i v_i over the bank rows so far
+  float max_, sum_;          // of the online softmax, scores in powers of two
+};
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+__global__ void __launch_bounds__(
+    (RingTraits<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kBlockSize),
+    (RingPolicy<H, N, NC, B>::kMaxCtasPerSm))
+    forward_ring_kernel(const __grid_constant__ ForwardParams params) {
+  using T = RingTraits<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  const RingAddresses<T> shared(memory);
+  initialise_barriers<T>(shared, params.ring_rows);
+  if (threadIdx.x >= T::kConsumers) {
+    if (threadIdx.x == T::kConsumers) produce_rows<T>(params, shared);
+  } else {
+    RingConsumer<T>(params, shared).run();
+  }
+}
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kBlockSize =
+    RingTraits<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kBlockSize;
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kMaxCtasPerSm =
+    RingPolicy<H, N, NC, B>::kMaxCtasPerSm;
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kFixedSharedMemory =
+    sizeof(RingSharedStorage<RingTraits<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>>);
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+const void* RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::function() {
+  return reinterpret_cast<const void*>(
+      &forward_ring_kernel<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>);
+}
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+cudaError_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::launch(
+    const ForwardParams& params, const LaunchShape& shape, cudaStream_t stream) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.grid_size);
+  config.blockDim = dim3(kBlockSize);
+  config.dynamicSmemBytes = shape.shared_memory_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = shape.programmatic ? 1 : 0;
+  return cudaLaunchKernelEx(&config,
+                            &forward_ring_kernel<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>, params);
+}
+
+}  // namespace attnres
