@@ -50,9 +50,19 @@ def _load(pointers, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(pointers, inside, MASKED: tl.constexpr):
+def _widen(values, CONVERT_BY_HAND: tl.constexpr):
+    """To float32. The interpreter gets bfloat16's subnormals wrong, hence by hand there."""
+    if CONVERT_BY_HAND and values.dtype == tl.bfloat16:
+        result = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        result = values.to(tl.float32)
+    return result
+
+
+@triton.jit
+def _load_weight(pointers, inside, MASKED: tl.constexpr, CONVERT_BY_HAND: tl.constexpr):
     values = tl.load(pointers, mask=inside, other=0.0) if MASKED else tl.load(pointers)
-    return values.to(tl.float32)
+    return _widen(values, CONVERT_BY_HAND)
 
 
 @triton.jit
@@ -64,9 +74,9 @@ def _store(pointers, values, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _round(values, dtype: tl.constexpr, ROUND_BY_HAND: tl.constexpr):
+def _round(values, dtype: tl.constexpr, CONVERT_BY_HAND: tl.constexpr):
     """Float32 to `dtype`, to nearest even. The interpreter truncates to bfloat16, hence by hand there."""
-    if ROUND_BY_HAND and dtype == tl.bfloat16:
+    if CONVERT_BY_HAND and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(values == values, rounded, 0x7FFF)
@@ -109,7 +119,7 @@ def forward_kernel(
     OWN_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
-    ROUND_BY_HAND: tl.constexpr,
+    CONVERT_BY_HAND: tl.constexpr,
 ):
     """One token, its row in registers; `STAGES - 1` bank rows are in flight before one is used.
 
@@ -126,8 +136,8 @@ def forward_kernel(
     own_ptrs = prefix_ptr + token * prefix_stride + columns
 
     # Weights come from no kernel of this stream's recent past: they may be read before the wait.
-    query = _load_weight(norm_weight_ptr + columns, inside, MASKED)
-    query *= _load_weight(qk_weight_ptr + columns, inside, MASKED)
+    query = _load_weight(norm_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
+    query *= _load_weight(qk_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
     query *= LOG2_E
     if PDL == PDL_WAIT:
         gdc_wait()
@@ -141,7 +151,7 @@ def forward_kernel(
     mixed = tl.zeros_like(query)
     for index in tl.range(0, num_blocks, num_stages=STAGES):
         row_ptr = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride
-        values = _load(row_ptr + columns, inside, MASKED).to(tl.float32)
+        values = _widen(_load(row_ptr + columns, inside, MASKED), CONVERT_BY_HAND)
         square, dot = _square_and_dot(values, query)
         score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
         new_maximum = tl.maximum(maximum, score)
@@ -158,9 +168,9 @@ def forward_kernel(
         if HAS_DELTA:
             delta = _load(delta_ptr + token * delta_stride + columns, inside, MASKED)
     if HAS_DELTA:
-        own = _round(own.to(tl.float32) + delta.to(tl.float32), dtype, ROUND_BY_HAND)
+        own = _round(_widen(own, CONVERT_BY_HAND) + _widen(delta, CONVERT_BY_HAND), dtype, CONVERT_BY_HAND)
         _store(own_ptrs, own, inside, MASKED)
-    values = own.to(tl.float32)
+    values = _widen(own, CONVERT_BY_HAND)
     square, dot = _square_and_dot(values, query)
     score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
     if num_blocks == 0:
@@ -184,33 +194,45 @@ def forward_kernel(
         gdc_launch_dependents()
 
     if HAS_OUTPUT_NORM:
-        output_norm_weight = _load_weight(output_norm_weight_ptr + columns, inside, MASKED)
+        output_norm_weight = _load_weight(output_norm_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
         mean_square = tl.sum(mixed * mixed, axis=0) * (inverse * inverse) / HIDDEN_SIZE
         mixed = mixed * (inverse * tl.rsqrt(mean_square + output_norm_eps)) * output_norm_weight
     else:
         mixed = mixed * inverse
     output_ptrs = output_ptr + token * output_stride + columns
-    _store(output_ptrs, _round(mixed, dtype, ROUND_BY_HAND), inside, MASKED)
+    _store(output_ptrs, _round(mixed, dtype, CONVERT_BY_HAND), inside, MASKED)
 
 
 @triton.jit
 def _updated_prefix(
-    prefix_ptr, delta_ptr, columns, inside, HAS_DELTA: tl.constexpr, ROUND_BY_HAND: tl.constexpr
+    prefix_ptr, delta_ptr, columns, inside, HAS_DELTA: tl.constexpr, CONVERT_BY_HAND: tl.constexpr
 ):
     own = tl.load(prefix_ptr + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + columns, mask=inside, other=0.0)
-        own = _round(own.to(tl.float32) + delta.to(tl.float32), own.dtype, ROUND_BY_HAND)
+        own = _round(
+            _widen(own, CONVERT_BY_HAND) + _widen(delta, CONVERT_BY_HAND), own.dtype, CONVERT_BY_HAND
+        )
     return own
 
 
 @triton.jit
-def _mixed_tile(own, row_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources):
+def _mixed_tile(
+    own,
+    row_ptr,
+    blocks_row_stride,
+    columns,
+    inside,
+    num_blocks,
+    weights,
+    sources,
+    CONVERT_BY_HAND: tl.constexpr,
+):
     """One tile of `softmax(score) . v`."""
-    mixed = own.to(tl.float32) * tl.sum(tl.where(sources == num_blocks, weights, 0.0), axis=0)
+    mixed = _widen(own, CONVERT_BY_HAND) * tl.sum(tl.where(sources == num_blocks, weights, 0.0), axis=0)
     for index in tl.range(0, num_blocks):
         pointers = row_ptr + tl.cast(index, tl.int64) * blocks_row_stride + columns
-        values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        values = _widen(tl.load(pointers, mask=inside, other=0.0), CONVERT_BY_HAND)
         mixed += values * tl.sum(tl.where(sources == index, weights, 0.0), axis=0)
     return mixed
 
@@ -240,7 +262,7 @@ def forward_tiled_kernel(
     HAS_DELTA: tl.constexpr,
     HAS_OUTPUT_NORM: tl.constexpr,
     PDL: tl.constexpr,
-    ROUND_BY_HAND: tl.constexpr,
+    CONVERT_BY_HAND: tl.constexpr,
 ):
     """One token of any length: scores, then the square of the mix, then the mix again and all stores.
 
@@ -263,14 +285,14 @@ def forward_tiled_kernel(
         for start in tl.range(0, HIDDEN_SIZE, TILE):
             columns = start + tl.arange(0, TILE)
             inside = columns < HIDDEN_SIZE
-            query = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            query *= tl.load(qk_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            query = _widen(tl.load(norm_weight_ptr + columns, mask=inside, other=0.0), CONVERT_BY_HAND)
+            query *= _widen(tl.load(qk_weight_ptr + columns, mask=inside, other=0.0), CONVERT_BY_HAND)
             if index == num_blocks:
-                own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
-                values = own.to(tl.float32)
+                own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, CONVERT_BY_HAND)
+                values = _widen(own, CONVERT_BY_HAND)
             else:
                 pointers = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride + columns
-                values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+                values = _widen(tl.load(pointers, mask=inside, other=0.0), CONVERT_BY_HAND)
             square += values * values
             dot += values * query
         mean_square = tl.sum(square, axis=0) / HIDDEN_SIZE
@@ -289,9 +311,17 @@ def forward_tiled_kernel(
         for start in tl.range(0, HIDDEN_SIZE, TILE):
             columns = start + tl.arange(0, TILE)
             inside = columns < HIDDEN_SIZE
-            own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
+            own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, CONVERT_BY_HAND)
             mixed = _mixed_tile(
-                own, entry_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources
+                own,
+                entry_ptr,
+                blocks_row_stride,
+                columns,
+                inside,
+                num_blocks,
+                weights,
+                sources,
+                CONVERT_BY_HAND,
             )
             square += mixed * mixed
         norm_scale = tl.rsqrt(tl.sum(square, axis=0) / HIDDEN_SIZE + output_norm_eps)
@@ -299,12 +329,16 @@ def forward_tiled_kernel(
     for start in tl.range(0, HIDDEN_SIZE, TILE):
         columns = start + tl.arange(0, TILE)
         inside = columns < HIDDEN_SIZE
-        own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, ROUND_BY_HAND)
-        mixed = _mixed_tile(own, entry_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources)
+        own = _updated_prefix(own_ptr, own_delta_ptr, columns, inside, HAS_DELTA, CONVERT_BY_HAND)
+        mixed = _mixed_tile(
+            own, entry_ptr, blocks_row_stride, columns, inside, num_blocks, weights, sources, CONVERT_BY_HAND
+        )
         if HAS_OUTPUT_NORM:
             mixed *= norm_scale
-            mixed *= tl.load(output_norm_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        output = _round(mixed, dtype, ROUND_BY_HAND)
+            mixed *= _widen(
+                tl.load(output_norm_weight_ptr + columns, mask=inside, other=0.0), CONVERT_BY_HAND
+            )
+        output = _round(mixed, dtype, CONVERT_BY_HAND)
         tl.store(output_ptr + token * output_stride + columns, output, mask=inside)
         if HAS_DELTA:
             tl.store(own_ptr + columns, own, mask=inside)

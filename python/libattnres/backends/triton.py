@@ -48,38 +48,33 @@ class Policy:
     max_registers: int | None
 
 
-# Padded bytes of bank rows that a program keeps in flight. With two programs per multiprocessor 64 KiB
-# each is three times what an H200 needs to cover its memory latency (32 B/ns x 1.2 us), and fits Ampere's
-# smaller multiprocessors (99 KiB) for one program.
+# The figures below follow from what an H200 needs and what the compiled kernels use; none is a measurement.
+# Padded bytes of bank rows that a program keeps in flight. With two programs per multiprocessor, 64 KiB
+# each is three times what covers the memory latency (32 B/ns x 1.2 us).
 THROUGHPUT_BYTES = 64 << 10
-# A program that has its multiprocessor to itself requests the rows of a token at once: 7 of H = 7168.
+# With few tokens a program has its multiprocessor to itself: 7 rows of H = 7168 at once.
 LATENCY_BYTES = 112 << 10
-# Two programs of 8 warps share a multiprocessor's 64 Ki registers.
+# Two programs of 8 warps share the 64 Ki registers of a multiprocessor; the kernels need 117 to 128.
 THROUGHPUT_REGISTERS = 128
-# Elements of a row per warp: 32 per thread, so that row, query and mix fit in 128 registers.
+# Elements of a row per warp: 32 per thread, so that a row, query and mix fit in those registers.
 ELEMENTS_PER_WARP = 1024
+# Shared memory left for the exchange between warps and for what the driver reserves.
+RESERVED_BYTES = 4 << 10
 
 
-def policy(
-    num_tokens: int,
-    num_blocks: int,
-    block: int,
-    element_size: int,
-    num_sms: int,
-    shared_memory: int,
-) -> Policy:
-    """Choose the build for a row of ``block`` elements (a power of two, ``H`` padded).
+def policy(num_tokens: int, block: int, element_size: int, num_sms: int, shared_memory: int) -> Policy:
+    """Choose the build for rows of ``block`` elements (a power of two, ``H`` padded).
 
-    The result's bits depend on ``block`` alone: neither on the number of tokens nor on the device.
+    Two builds at most per variant and device, so that token counts and indices do not compile anew. The
+    result's bits depend on ``block`` alone, neither on the number of tokens nor on the device.
     """
     # One warp at least; never so many that two hold the same column (see the kernels' file).
     num_warps = max(1, min(16, block // ELEMENTS_PER_WARP))
-    row_bytes = block * element_size
-    latency = num_tokens <= num_sms
-    in_flight = LATENCY_BYTES if latency and num_blocks > 4 else THROUGHPUT_BYTES
-    # 4 KiB are left for the exchange between warps and what the driver reserves.
-    in_flight = min(in_flight, shared_memory - (4 << 10))
-    stages = 1 + max(1, min(7 if latency and num_blocks > 4 else 4, in_flight // row_bytes))
+    # With more tokens than half the multiprocessors, dependent launches must share one to overlap.
+    latency = 2 * num_tokens <= num_sms
+    wanted_bytes = LATENCY_BYTES if latency else THROUGHPUT_BYTES
+    rows = min(wanted_bytes, shared_memory - RESERVED_BYTES) // (block * element_size)
+    stages = 1 + max(1, min(7 if latency else 4, rows))
     return Policy(num_warps, stages, latency, None if latency else THROUGHPUT_REGISTERS)
 
 
@@ -191,7 +186,7 @@ def forward(
     from libattnres.backends import _triton_kernels as kernels
 
     if kernels.INTERPRETED:
-        limits = 1, LATENCY_BYTES + (4 << 10), False
+        limits = 1, LATENCY_BYTES + RESERVED_BYTES, False
     else:
         limits = _device_limits(prefix.device.index)
     num_sms, shared_memory, dependent_launch = limits
@@ -218,7 +213,6 @@ def forward(
     )
     kernel, constants, options = _build(
         num_tokens,
-        num_blocks,
         hidden_size,
         prefix.element_size(),
         delta is not None,
@@ -239,7 +233,6 @@ def forward(
 
 def _build(
     num_tokens: int,
-    num_blocks: int,
     hidden_size: int,
     element_size: int,
     has_delta: bool,
@@ -257,7 +250,7 @@ def _build(
         "HAS_DELTA": has_delta,
         "HAS_OUTPUT_NORM": has_output_norm,
         "PDL": pdl,
-        "ROUND_BY_HAND": kernels.INTERPRETED,
+        "CONVERT_BY_HAND": kernels.INTERPRETED,
     }
     options: dict[str, Any] = {}
     if pdl:
@@ -267,7 +260,7 @@ def _build(
         options["num_warps"] = 8
         constants |= {"TILE": TILE, "SOURCES": TILED_SOURCES}
         return kernels.forward_tiled_kernel, constants, options
-    chosen = policy(num_tokens, num_blocks, block, element_size, num_sms, shared_memory)
+    chosen = policy(num_tokens, block, element_size, num_sms, shared_memory)
     options["num_warps"] = chosen.num_warps
     if chosen.max_registers is not None:
         options["maxnreg"] = chosen.max_registers
@@ -287,7 +280,6 @@ class CubinVariant:
     dtype: torch.dtype = torch.bfloat16
     hidden_size: int = 7168
     num_tokens: int = 4096
-    num_blocks: int = 8
     has_delta: bool = True
     has_output_norm: bool = True
     shares_rows: bool = False
@@ -301,7 +293,6 @@ def cubin_variants() -> Iterator[CubinVariant]:
     for num_tokens in (1, 4096):
         for pdl in ("off", "wait", "early"):
             yield CubinVariant(num_tokens=num_tokens, pdl=pdl)
-        yield CubinVariant(num_tokens=num_tokens, num_blocks=1)
         yield CubinVariant(num_tokens=num_tokens, has_delta=False)
         yield CubinVariant(num_tokens=num_tokens, has_output_norm=False)
     yield CubinVariant(shares_rows=True)
@@ -323,7 +314,6 @@ def compile_cubin(compute_capability: int, variant: CubinVariant) -> Any:
 
     kernel, constants, options = _build(
         variant.num_tokens,
-        variant.num_blocks,
         variant.hidden_size,
         torch.empty(0, dtype=variant.dtype).element_size(),
         variant.has_delta,
