@@ -42,7 +42,10 @@ $(TOOLS): pyproject.toml cpp/cmake/build_backend.py cpp/cmake/find_nvcc.py
 	$(PYTHON) -c 'import sys; sys.exit("libattnres needs Python >= 3.10" if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url %) --group dev
+	# Only PyTorch is looked up in its index; where that cannot be reached, the next line takes it from PyPI.
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --no-deps --retries 0 --timeout 10 \
+	  --extra-index-url $(TORCH_INDEX) --group torch || true)
+	$(BIN)/python -m pip install --quiet --group dev
 	$(BIN)/python cpp/cmake/build_backend.py > $(VENV)/build-requirements.txt
 	$(BIN)/python -m pip install --quiet -r $(VENV)/build-requirements.txt
 	touch $@
