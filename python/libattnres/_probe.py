@@ -110,7 +110,9 @@ def triton_reason(num_devices: int) -> str | None:
         return "triton is not installed"
     if num_devices == 0:
         return "no CUDA device that PyTorch can use"
-    return None
+    from libattnres.backends import triton
+
+    return triton.toolchain_reason()
 
 
 def warmup(device: int | str | torch.device | None = None) -> None:

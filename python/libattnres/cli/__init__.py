@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line ``libattnres``.
+
+One module per command, each with ``HELP``, ``add_arguments`` and ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import libattnres
+from libattnres.cli.console import Console
+from libattnres.cli.metadata import write_json
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = ("info", "permutations", "demo", "verify")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="libattnres", description="Attention Residuals forward: what runs here, and whether it is right."
+    )
+    parser.add_argument("--version", action="version", version=f"libattnres {libattnres.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = import_module(f"libattnres.cli.{name}")
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.add_argument(
+            "--json", metavar="FILE", type=Path, help="also write the results there, with metadata"
+        )
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 when everything it checked was right."""
+    args = build_parser().parse_args(argv)
+    console = Console()
+    try:
+        status, results = args.run(args, console)
+        if args.json is not None:
+            write_json(args.json, args.command, results)
+    except (ValueError, TypeError, OSError, libattnres.UnsupportedError) as error:
+        print(f"libattnres {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return int(status)
