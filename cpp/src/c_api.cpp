@@ -51,34 +51,42 @@ void require_pointer(const char* name, const T* pointer) {
 
 void require_struct_size(const char* name, size_t struct_size, size_t smallest) {
   if (struct_size < smallest) {
-    fail(ATTNRES_INVALID_ARGUMENT, std::string(name) + ": expected struct_size >= " +
-                                       std::to_string(smallest) + ", got " +
-                                       std::to_string(struct_size));
+    fail(ATTNRES_INVALID_ARGUMENT, std::string(name) +
+                                       ": expected struct_size >= " + std::to_string(smallest) +
+                                       ", got " + std::to_string(struct_size));
   }
 }
 
-// A caller's arguments in this library's layout. Fields that an older caller does not have keep their
-// defaults; fields of a newer caller that this library does not have must be 0, their default.
+#pragma GCC diagnostic push
+// The fields that the macro leaves out are 0.
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+constexpr attnres_forward_args kDefaultArgs = ATTNRES_FORWARD_ARGS_INIT;
+#pragma GCC diagnostic pop
+
+// A caller's arguments in this library's layout. Fields that an older caller does not have keep
+// their defaults; fields of a newer caller that this library does not have must be 0, their
+// default.
 attnres_forward_args read_args(const attnres_forward_args* caller) {
-  static_assert(offsetof(attnres_forward_args, num_threads) + sizeof(int32_t) ==
-                    sizeof(attnres_forward_args),
-                "tail padding would be read as the next version's first field");
+  static_assert(
+      offsetof(attnres_forward_args, num_threads) + sizeof(int32_t) == sizeof(attnres_forward_args),
+      "tail padding would be read as the next version's first field");
   require_pointer("args", caller);
   const size_t size = caller->struct_size;
   // Everything before `eps` describes memory and has no default worth having.
   require_struct_size("args", size, offsetof(attnres_forward_args, eps));
-  if (size == sizeof(attnres_forward_args)) [[likely]] return *caller;
+  if (size == sizeof(attnres_forward_args)) [[likely]]
+    return *caller;
   if (size > sizeof(attnres_forward_args)) {
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(caller);
     const bool known = std::all_of(bytes + sizeof(attnres_forward_args), bytes + size,
                                    [](unsigned char byte) { return byte == 0; });
     if (!known) {
-      fail(ATTNRES_INVALID_ARGUMENT,
-           "args: expected 0 in every field that libattnres " + std::string(attnres_version_string()) +
-               " does not know, got another value");
+      fail(ATTNRES_INVALID_ARGUMENT, "args: expected 0 in every field that libattnres " +
+                                         std::string(attnres_version_string()) +
+                                         " does not know, got another value");
     }
   }
-  attnres_forward_args args = ATTNRES_FORWARD_ARGS_INIT;
+  attnres_forward_args args = kDefaultArgs;
   std::memcpy(&args, caller, std::min(size, sizeof(args)));
   args.struct_size = sizeof(args);
   return args;
@@ -97,7 +105,8 @@ void write_result(Struct* caller, const Struct& result) {
   const size_t size = caller->struct_size;
   std::memcpy(caller, &result, std::min(size, sizeof(Struct)));
   if (size > sizeof(Struct)) {
-    std::memset(reinterpret_cast<unsigned char*>(caller) + sizeof(Struct), 0, size - sizeof(Struct));
+    std::memset(reinterpret_cast<unsigned char*>(caller) + sizeof(Struct), 0,
+                size - sizeof(Struct));
   }
   caller->struct_size = size;
 }
@@ -152,8 +161,8 @@ attnres_status attnres_plan_for(const attnres_forward_args* args, int32_t comput
                                 int32_t compute_minor, int32_t num_sms, attnres_plan_info* plan) {
   return guarded([&] {
     require_result("plan", plan, kSmallestPlan);
-    write_result(
-        plan, plan_for(read_checked_args(args, true), compute_major, compute_minor, num_sms));
+    write_result(plan,
+                 plan_for(read_checked_args(args, true), compute_major, compute_minor, num_sms));
   });
 }
 
@@ -187,11 +196,16 @@ const char* attnres_version_string(void) {
 
 const char* attnres_status_name(attnres_status status) {
   switch (status) {
-    case ATTNRES_OK: return "ATTNRES_OK";
-    case ATTNRES_INVALID_ARGUMENT: return "ATTNRES_INVALID_ARGUMENT";
-    case ATTNRES_UNSUPPORTED: return "ATTNRES_UNSUPPORTED";
-    case ATTNRES_CUDA_ERROR: return "ATTNRES_CUDA_ERROR";
-    case ATTNRES_INTERNAL_ERROR: return "ATTNRES_INTERNAL_ERROR";
+    case ATTNRES_OK:
+      return "ATTNRES_OK";
+    case ATTNRES_INVALID_ARGUMENT:
+      return "ATTNRES_INVALID_ARGUMENT";
+    case ATTNRES_UNSUPPORTED:
+      return "ATTNRES_UNSUPPORTED";
+    case ATTNRES_CUDA_ERROR:
+      return "ATTNRES_CUDA_ERROR";
+    case ATTNRES_INTERNAL_ERROR:
+      return "ATTNRES_INTERNAL_ERROR";
   }
   return "unknown attnres_status";
 }

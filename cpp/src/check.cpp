@@ -17,7 +17,8 @@ constexpr int32_t kMaxNumBlocks = 8;
 constexpr int32_t kMaxClusterSize = 16;
 constexpr uintptr_t kDeviceAlignment = 16;
 
-[[noreturn, gnu::cold, gnu::noinline]] void refuse(std::string_view name, const std::string& expected,
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(std::string_view name,
+                                                   const std::string& expected,
                                                    const std::string& got) {
   fail(ATTNRES_INVALID_ARGUMENT, std::string(name) + ": expected " + expected + ", got " + got);
 }
@@ -50,9 +51,12 @@ void require_epsilon(std::string_view name, float value) {
 
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
-    case ATTNRES_BFLOAT16: return "bfloat16";
-    case ATTNRES_FLOAT16: return "float16";
-    default: return "float32";
+    case ATTNRES_BFLOAT16:
+      return "bfloat16";
+    case ATTNRES_FLOAT16:
+      return "float16";
+    default:
+      return "float32";
   }
 }
 
@@ -68,7 +72,8 @@ struct Argument {
 int64_t effective_stride(int64_t count, int64_t stride) { return count > 1 ? stride : 0; }
 
 void require_pointer(const Argument& argument, int64_t element_size) {
-  if (argument.pointer == nullptr) [[unlikely]] refuse(argument.name, "a pointer", "NULL");
+  if (argument.pointer == nullptr) [[unlikely]]
+    refuse(argument.name, "a pointer", "NULL");
   if (reinterpret_cast<uintptr_t>(argument.pointer) & static_cast<uintptr_t>(element_size - 1))
       [[unlikely]] {
     refuse(argument.name,
@@ -91,9 +96,10 @@ void require_stride(const Argument& argument, const char* which, int64_t count, 
   }
 }
 
-// Fills argument.region from counts and strides in elements; refuses what 64-bit addresses cannot hold.
-void set_region(Argument& argument, int64_t count0, int64_t stride0, int64_t count1, int64_t stride1,
-                int64_t hidden_size, int64_t element_size) {
+// Fills argument.region from counts and strides in elements; refuses what 64-bit addresses cannot
+// hold.
+void set_region(Argument& argument, int64_t count0, int64_t stride0, int64_t count1,
+                int64_t stride1, int64_t hidden_size, int64_t element_size) {
   Region& region = argument.region;
   region.base = reinterpret_cast<uintptr_t>(argument.pointer);
   region.count[0] = count0;
@@ -195,7 +201,7 @@ void check_memory(const attnres_forward_args& args, bool on_device) {
   };
 
   const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
-  const int64_t token_strides[kCount] = {args.prefix_stride, args.delta_stride,   0, 0, 0, 0,
+  const int64_t token_strides[kCount] = {args.prefix_stride, args.delta_stride, 0, 0, 0, 0,
                                          args.output_stride};
   for (int index = 0; index < kCount; ++index) {
     if (!present(index)) continue;

@@ -113,7 +113,8 @@ void take_turns(void* context, int participant) {
   const DefaultFloatEnvironment environment;
   float* mixed = call.mixed + participant * call.row_floats;
   for (;;) {
-    const int64_t begin = call.next_token.fetch_add(call.tokens_per_turn, std::memory_order_relaxed);
+    const int64_t begin =
+        call.next_token.fetch_add(call.tokens_per_turn, std::memory_order_relaxed);
     if (begin >= call.args.num_tokens) return;
     const int64_t end = std::min(begin + call.tokens_per_turn, call.args.num_tokens);
     call.forward_tokens(call.args, call.query, begin, end, mixed);
@@ -141,9 +142,9 @@ void host_forward(const attnres_forward_args& args) {
                              &bytes)) {
     bytes = INT64_MAX;
   }
-  const int threads = static_cast<int>(std::max<int64_t>(
-      1, std::min({static_cast<int64_t>(requested_threads(args)), args.num_tokens,
-                   bytes / kMinBytesPerThread})));
+  const int threads = static_cast<int>(
+      std::max<int64_t>(1, std::min({static_cast<int64_t>(requested_threads(args)), args.num_tokens,
+                                     bytes / kMinBytesPerThread})));
 
   // Kept by the calling thread from call to call: fresh pages would cost more than the arithmetic.
   static thread_local std::vector<float> scratch;
@@ -159,12 +160,8 @@ void host_forward(const attnres_forward_args& args) {
     const DefaultFloatEnvironment environment;
     kernels.prepare_query[args.dtype](args, query);
   }
-  HostCall call{args,
-                kernels.forward_tokens[args.dtype],
-                query,
-                query + row_floats,
-                row_floats,
-                tokens_per_turn(args, threads)};
+  HostCall call{args,       kernels.forward_tokens[args.dtype], query, query + row_floats,
+                row_floats, tokens_per_turn(args, threads)};
   run_on_host_threads(threads, take_turns, &call);
 }
 

@@ -117,8 +117,8 @@ class HostPool {
   std::vector<std::unique_ptr<Helper>> helpers_;
 };
 
-// Never destroyed: helpers sleep in it until the process ends, so that neither exit() nor a return from
-// main has to wait for them. (The library is linked with -z nodelete for the same reason.)
+// Never destroyed: helpers sleep in it until the process ends, so that neither exit() nor a return
+// from main has to wait for them. (The library is linked with -z nodelete for the same reason.)
 std::atomic<HostPool*> current_pool{nullptr};
 
 // A forked child has the pool's memory but none of its threads, and maybe a lock that nobody will

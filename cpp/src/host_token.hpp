@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vectorised inner part of the host backend, once per instruction set. One translation unit per
-// target (host_token_*.cpp) compiles host_token.inl under that target; host_forward.cpp picks a table
-// by asking the processor.
+// target (host_token_*.cpp) compiles host_token.inl under that target; host_forward.cpp picks a
+// table by asking the processor.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@
 
 namespace attnres {
 
-// Rows in scratch memory are padded to a multiple of this many floats, so that every target may work in
-// whole vectors, and start at a multiple of as many bytes or more.
+// Rows in scratch memory are padded to a multiple of this many floats, so that every target may
+// work in whole vectors, and start at a multiple of as many bytes or more.
 constexpr int64_t kScratchFloats = 64;
 
 struct HostKernels {
   const char* target;
 
-  // query = float(norm_weight) * float(qk_weight), in the order of the target's vectors, zero-padded.
+  // query = float(norm_weight) * float(qk_weight), in the order of the target's vectors,
+  // zero-padded.
   using PrepareQuery = void (*)(const attnres_forward_args& args, float* query);
   // Tokens begin..end-1. `mixed` is one padded scratch row.
-  using ForwardTokens = void (*)(const attnres_forward_args& args, const float* query, int64_t begin,
-                                 int64_t end, float* mixed);
+  using ForwardTokens = void (*)(const attnres_forward_args& args, const float* query,
+                                 int64_t begin, int64_t end, float* mixed);
 
   PrepareQuery prepare_query[3];  // by dtype: ATTNRES_BFLOAT16, ATTNRES_FLOAT16, ATTNRES_FLOAT32
   ForwardTokens forward_tokens[3];

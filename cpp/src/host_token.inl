@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Included by one translation unit per target, which defines ATTNRES_HOST_LANES (floats per vector),
-// ATTNRES_HOST_TABLE and ATTNRES_HOST_TARGET. Everything has internal linkage: the same template for
-// two targets must never be merged.
+// Included by one translation unit per target, which defines ATTNRES_HOST_LANES (floats per
+// vector), ATTNRES_HOST_TABLE and ATTNRES_HOST_TARGET. Everything has internal linkage: the same
+// template for two targets must never be merged.
 //
-// A row is walked in chunks of two vectors. For 16-bit types the first vector holds the even elements
-// and the second the odd ones, which makes widening and narrowing a shift and a mask; scratch rows keep
-// that order, so it never has to be undone. Sums live in lanes that depend on the position in the row
-// alone, so a token's bits do not depend on how the work was divided.
+// A row is walked in chunks of two vectors. For 16-bit types the first vector holds the even
+// elements and the second the odd ones, which makes widening and narrowing a shift and a mask;
+// scratch rows keep that order, so it never has to be undone. Sums live in lanes that depend on the
+// position in the row alone, so a token's bits do not depend on how the work was divided.
 
 namespace attnres {
 namespace {
@@ -45,7 +45,9 @@ ATTNRES_INLINE Floats load_floats(const float* from) {
 }
 
 // One vector at a time: GCC copies a whole Pair through the stack.
-ATTNRES_INLINE void store_floats(float* to, Floats floats) { std::memcpy(to, &floats, sizeof(floats)); }
+ATTNRES_INLINE void store_floats(float* to, Floats floats) {
+  std::memcpy(to, &floats, sizeof(floats));
+}
 
 // Each element type: one chunk from memory to float32 and, rounded to nearest even, back.
 
@@ -91,7 +93,8 @@ struct Float16 {
     const Integers ordered = (Integers)magnitude;
     const Words normal = (magnitude << 13) + kRebias;
     const Words subnormal = (Words)(__builtin_convertvector(ordered, Floats) * 0x1p-24f);
-    const Words special = normal + kRebias;  // Inf and NaN: from the top exponent to the top exponent
+    const Words special =
+        normal + kRebias;  // Inf and NaN: from the top exponent to the top exponent
     const Words finite = select(ordered < 0x400, subnormal, normal);
     return (Floats)(select(ordered >= 0x7c00, special, finite) | ((half & 0x8000u) << 16));
   }
@@ -192,7 +195,8 @@ void measure_rows(const T* const* rows, const float* query, int64_t hidden_size,
   }
   if (h < hidden_size) {
     const Pair q = load_scratch(query + h);
-    for (int row = 0; row < ROWS; ++row) lanes[row].add(load_tail(rows[row] + h, hidden_size - h), q);
+    for (int row = 0; row < ROWS; ++row)
+      lanes[row].add(load_tail(rows[row] + h, hidden_size - h), q);
   }
   for (int row = 0; row < ROWS; ++row) sums[row] = lanes[row].total();
 }
@@ -250,9 +254,8 @@ float mix(const T* const* rows, const float* weights, int64_t hidden_size, float
     add_chunk(h, [](const T* from) __attribute__((always_inline)) { return T::load(from); });
   }
   if (h < hidden_size) {
-    add_chunk(h, [&](const T* from) __attribute__((always_inline)) {
-      return load_tail(from, hidden_size - h);
-    });
+    add_chunk(h, [&](const T* from)
+                     __attribute__((always_inline)) { return load_tail(from, hidden_size - h); });
   }
   return sum_of_lanes(squares);
 }
@@ -265,7 +268,8 @@ constexpr Mix<T> kMix[] = {mix<T, 1>, mix<T, 2>, mix<T, 3>, mix<T, 4>, mix<T, 5>
 
 // output = mixed, or mixed * scale * weight.
 template <typename T>
-void write_output(const float* mixed, float scale, const T* weight, int64_t hidden_size, T* output) {
+void write_output(const float* mixed, float scale, const T* weight, int64_t hidden_size,
+                  T* output) {
   int64_t h = 0;
   for (; h + kChunk <= hidden_size; h += kChunk) {
     Pair v = load_scratch(mixed + h);
@@ -312,8 +316,8 @@ void prepare_query(const attnres_forward_args& args, float* query) {
 }
 
 template <typename T>
-void forward_tokens(const attnres_forward_args& args, const float* query, int64_t begin, int64_t end,
-                    float* mixed) {
+void forward_tokens(const attnres_forward_args& args, const float* query, int64_t begin,
+                    int64_t end, float* mixed) {
   constexpr int kMaxSources = 9;
   const int64_t hidden_size = args.hidden_size;
   const int64_t prefixes_per_entry = args.num_tokens / args.num_bank_tokens;

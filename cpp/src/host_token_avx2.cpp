@@ -7,8 +7,8 @@
 
 #if defined(__x86_64__)
 
-// After the standard headers: an inline function of theirs compiled for this target could be the copy
-// that the linker keeps for the whole program.
+// After the standard headers: an inline function of theirs compiled for this target could be the
+// copy that the linker keeps for the whole program.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else

@@ -6,9 +6,10 @@
 namespace attnres {
 namespace {
 
-// Equally long segments would suffice here, but weights and rows share one length anyway, and two
-// lengths keep the geometry honest: a segment of `a` at x meets one of `b` at y when
-// -a.length < x - y < b.length.
+// Products of two 64-bit numbers, for the search below.
+__extension__ typedef __int128 Wide;
+
+// A segment of a sequence `a` at x meets one of `b` at y when -a.length < x - y < b.length.
 struct Sequence {
   int64_t base;
   int64_t count;
@@ -30,16 +31,17 @@ int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 
 // Smallest x >= 0 with low <= (a * x) mod m <= high, or -1. Needs 0 <= a < m, 0 <= low <= high < m.
 // Each step replaces (m, a) as Euclid's algorithm does, so the depth is logarithmic.
-__int128 first_in_window(__int128 a, __int128 m, __int128 low, __int128 high) {
+Wide first_in_window(Wide a, Wide m, Wide low, Wide high) {
   if (low == 0) return 0;
   if (a == 0) return -1;
-  const __int128 first = (low + a - 1) / a;  // first multiple of a that is not below the window
+  const Wide first = (low + a - 1) / a;  // first multiple of a that is not below the window
   if (first * a <= high) return first;
   // No multiple below m hits, so one must wrap: a x - m y in the window. Modulo a, that is
-  // (m y) mod a in [-high, -low] mod a, a window that does not wrap because it holds no multiple of a.
-  const __int128 low_next = ((-high) % a + a) % a;
-  const __int128 high_next = ((-low) % a + a) % a;
-  const __int128 y = first_in_window(m % a, a, low_next, high_next);
+  // (m y) mod a in [-high, -low] mod a, a window that does not wrap because it holds no multiple of
+  // a.
+  const Wide low_next = ((-high) % a + a) % a;
+  const Wide high_next = ((-low) % a + a) % a;
+  const Wide y = first_in_window(m % a, a, low_next, high_next);
   if (y < 0) return -1;
   return (low + m * y + a - 1) / a;
 }
@@ -68,17 +70,18 @@ bool sequences_overlap(Sequence a, Sequence b) {
   if (i0 > i1) return false;
   // There, segment i meets a segment of `b` exactly when x - b.base, modulo b.stride, lies in
   // (-a.length, b.length): at the ends of the reach the first or last segment is met anyway.
-  const __int128 m = b.stride;
+  const Wide m = b.stride;
   if (b.length + a.length - 1 >= m) return true;  // every residue meets
-  const __int128 step = a.stride % m;
-  const __int128 offset = (static_cast<__int128>(a.base) + static_cast<__int128>(i0) * a.stride -
-                           b.base + a.length - 1) % m;  // residue shifted so that the window is
-  const __int128 start = (offset + m) % m;              // [0, a.length + b.length - 2]
-  const __int128 width = a.length + b.length - 2;
+  const Wide step = a.stride % m;
+  const Wide offset =
+      (static_cast<Wide>(a.base) + static_cast<Wide>(i0) * a.stride - b.base + a.length - 1) %
+      m;                                // residue shifted so that the window is
+  const Wide start = (offset + m) % m;  // [0, a.length + b.length - 2]
+  const Wide width = a.length + b.length - 2;
   if (start <= width) return true;
-  // (start + step * x) mod m in [0, width]  <=>  (step * x) mod m in [m - start, m - start + width],
-  // which does not wrap because start > width.
-  const __int128 x = first_in_window(step, m, m - start, m - start + width);
+  // (start + step * x) mod m in [0, width]  <=>  (step * x) mod m in [m - start, m - start +
+  // width], which does not wrap because start > width.
+  const Wide x = first_in_window(step, m, m - start, m - start + width);
   return x >= 0 && x <= i1 - i0;
 }
 
@@ -88,7 +91,8 @@ int shorter_dimension(const Region& region) { return region.count[0] < region.co
 }  // namespace
 
 bool overlap(const Region& a, const Region& b) {
-  if (a.end <= b.base || b.end <= a.base) [[likely]] return false;
+  if (a.end <= b.base || b.end <= a.base) [[likely]]
+    return false;
   const int walk_a = shorter_dimension(a);
   const int walk_b = shorter_dimension(b);
   const auto sequence = [](const Region& r, int walk, int64_t step) {

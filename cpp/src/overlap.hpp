@@ -7,7 +7,8 @@
 namespace attnres {
 
 // The bytes base + i * stride[0] + j * stride[1] + [0, length) for i < count[0], j < count[1].
-// Counts and length are positive, strides are >= 0, and `end`, one past the last byte, fits in int64_t.
+// Counts and length are positive, strides are >= 0, and `end`, one past the last byte, fits in
+// int64_t.
 struct Region {
   uintptr_t base;
   uintptr_t end;
