@@ -2,6 +2,8 @@
 # Enable the CUDA language with, in this order: the compiler the user named (CMAKE_CUDA_COMPILER), a system
 # nvcc >= 13, NVIDIA's compiler from PyPI. find_nvcc.py holds the search.
 
+include_guard(GLOBAL)
+
 if(NOT CMAKE_CUDA_COMPILER)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
   if(Python_Interpreter_FOUND)
