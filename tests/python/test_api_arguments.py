@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every wrong call is an error that names the argument, what was expected and what came, and writes nothing."""
+"""A wrong call is an error that names the argument, what was expected and what came; nothing is written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import libattnres
 import numpy as np
 import pytest
 import torch
-
-import libattnres
 
 H = 64
 Changes = Callable[[Any], dict[str, Any]]
@@ -376,7 +375,7 @@ def test_parameters_are_served_without_grad(make_case: Callable[..., Any]) -> No
 def test_unknown_pdl_mode_is_refused(pdl: Any, make_case: Callable[..., Any]) -> None:
     case = make_case()
     before = bytes_of(case)
-    with pytest.raises(ValueError, match="^pdl: expected one of 'wait', 'early', 'off', got "):
+    with pytest.raises(ValueError, match=r"^pdl: expected one of 'wait', 'early', 'off', got "):
         libattnres.attn_res(*case.arguments, pdl=pdl)
     assert bytes_of(case) == before
 
@@ -385,7 +384,7 @@ def test_unknown_pdl_mode_is_refused(pdl: Any, make_case: Callable[..., Any]) ->
 def test_unknown_backend_is_refused(backend: Any, make_case: Callable[..., Any]) -> None:
     case = make_case()
     before = bytes_of(case)
-    with pytest.raises(ValueError, match="^backend: expected one of 'auto', .*, got "):
+    with pytest.raises(ValueError, match=r"^backend: expected one of 'auto', .*, got "):
         libattnres.attn_res(*case.arguments, backend=backend)
     assert bytes_of(case) == before
 
