@@ -36,17 +36,16 @@ struct ClusterTraits {
 
   static constexpr int kBankRows = N - 1;
   static constexpr int kColumns = H / CLUSTER;
-  static constexpr int kActiveThreads = kColumns / Policy::kElementsPerThread;
-  static constexpr int kWarps = (kActiveThreads + 31) / 32;
-  static constexpr int kBlockSize = kWarps * 32;
+  static constexpr int kBlockSize = kColumns / Policy::kElementsPerThread;
+  static constexpr int kWarps = kBlockSize / 32;
   static constexpr int kSenders = CLUSTER * kWarps;
   static constexpr int kBankSums = 2 * kBankRows;
   static constexpr int kPrefixSums = kBankRows > 0 ? 4 : 1;
   static constexpr bool kCopiesPrefix = kBankRows == 0 && !HAS_OUTPUT_NORM;
 
   static_assert(N >= 1 && N <= 9, "The operator reads at most eight bank rows.");
-  static_assert(H % (CLUSTER * Policy::kElementsPerThread) == 0,
-                "A row must divide into 16-byte vectors of the blocks of a cluster.");
+  static_assert(H % (CLUSTER * Policy::kElementsPerThread * 32) == 0,
+                "A row must divide into 16-byte vectors of full warps of the blocks of a cluster.");
   static_assert(kSenders <= 32, "A receiver adds up at most 32 partial sums.");
   static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM, "The static common path has an output norm.");
 };
@@ -79,7 +78,6 @@ class ClusterThread {
         rank_(ptx::cluster_rank()),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
-        active_(T::kActiveThreads == T::kBlockSize || threadIdx.x < T::kActiveThreads),
         token_(blockIdx.x / T::kCluster),
         column_(rank_ * T::kColumns + threadIdx.x * 8) {}
 
@@ -101,7 +99,6 @@ class ClusterThread {
   }
 
   __device__ __forceinline__ void load_weights() {
-    if (!active_) return;
     const uint4 norm = ptx::load_read_only(bf16(params_.norm_weight) + column_);
     const uint4 qk = ptx::load_read_only(bf16(params_.qk_weight) + column_);
     if constexpr (T::kHasOutputNorm) {
@@ -115,13 +112,11 @@ class ClusterThread {
     const auto* bank = bf16(params_.blocks) + token_ * params_.blocks_token_stride + column_;
 #pragma unroll
     for (int row = 0; row < T::kBankRows; ++row) {
-      bank_[row] = make_uint4(0, 0, 0, 0);
-      if (active_) bank_[row] = ptx::load_global(bank + row * params_.blocks_row_stride);
+      bank_[row] = ptx::load_global(bank + row * params_.blocks_row_stride);
     }
   }
 
   __device__ __forceinline__ void load_prefix() {
-    if (!active_) return;
     prefix_ = ptx::load_global(bf16(params_.prefix) + token_ * params_.prefix_stride + column_);
     if (has_delta()) {
       delta_ = ptx::load_global(bf16(params_.delta) + token_ * params_.delta_stride + column_);
@@ -145,22 +140,27 @@ class ClusterThread {
     }
   }
 
+  // Every thread of the block has issued its last load. A launch that writes the bank releases its
+  // dependents by ending instead, after those stores.
+  __device__ __forceinline__ void release_dependents() const {
+    if (writes_bank()) return;
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::griddepcontrol_launch_dependents();
+  }
+
   // Forms p, writes it where it goes, and sends the prefix exchange.
   __device__ __forceinline__ void take_prefix() {
-    if (active_) {
-      if (has_delta()) {
+    if (has_delta()) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word(prefix_, i) = add(word(prefix_, i), word(delta_, i));
-        ptx::store_global(
-            static_cast<__nv_bfloat16*>(params_.prefix) + token_ * params_.prefix_stride + column_,
-            prefix_);
-      }
-      if (writes_bank()) {
-        ptx::store_global(static_cast<__nv_bfloat16*>(params_.blocks) +
-                              token_ * params_.blocks_token_stride +
-                              params_.block_write_idx * params_.blocks_row_stride + column_,
-                          prefix_);
-      }
+      for (int i = 0; i < 4; ++i) word(prefix_, i) = add(word(prefix_, i), word(delta_, i));
+      ptx::store_global(
+          static_cast<__nv_bfloat16*>(params_.prefix) + token_ * params_.prefix_stride + column_, prefix_);
+    }
+    if (writes_bank()) {
+      ptx::store_global(static_cast<__nv_bfloat16*>(params_.blocks) +
+                            token_ * params_.blocks_token_stride +
+                            params_.block_write_idx * params_.blocks_row_stride + column_,
+                        prefix_);
     }
     if constexpr (!T::kCopiesPrefix) {
       float sums[T::kPrefixSums];
@@ -186,10 +186,8 @@ class ClusterThread {
     float mixed_share = 0.0f, prefix_share = 1.0f;
     if constexpr (!T::kCopiesPrefix) {
       ptx::mbarrier_wait_cluster(ptx::shared_address(&storage_.prefix_arrived), 0);
-      release_dependents();
       share_prefix(mixed_share, prefix_share);
     }
-    if (!active_) return;
     uint4 result = prefix_;
     if constexpr (!T::kCopiesPrefix) {
 #pragma unroll
@@ -258,11 +256,6 @@ class ClusterThread {
       sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     }
     return sum;
-  }
-
-  __device__ __forceinline__ void release_dependents() const {
-    // Every warp's sums are here, so every load of the cluster is done.
-    if (!writes_bank() && threadIdx.x == 0) ptx::griddepcontrol_launch_dependents();
   }
 
   // --- arithmetic ----------------------------------------------------------------------------------
@@ -360,7 +353,6 @@ class ClusterThread {
   const ForwardParams& params_;
   ClusterSharedStorage<T>& storage_;
   const uint32_t rank_, lane_, warp_;
-  const bool active_;
   const int64_t token_;
   const int column_;
   uint4 bank_[T::kBankRows > 0 ? T::kBankRows : 1];
@@ -383,11 +375,15 @@ __global__ void __launch_bounds__(
   thread.load_weights();
   if (!early) ptx::griddepcontrol_wait();
   thread.load_bank();
-  if (!early) thread.load_prefix();
+  if (!early) {
+    thread.load_prefix();
+    thread.release_dependents();
+  }
   thread.mix_bank();
   if (early) {
     ptx::griddepcontrol_wait();
     thread.load_prefix();
+    thread.release_dependents();
   }
   thread.take_prefix();
   thread.finish();

@@ -72,8 +72,19 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kMaxSlack = 8.0f;                // in powers of two
 inline constexpr float kCancellation = 1.0f / 128.0f;  // of the norm's terms; below, sum squares again
 
+// The output norm's weights stay in shared memory: registers are short, and a load from global memory
+// would wait behind the batch's own traffic.
+template <typename T, bool HAS_OUTPUT_NORM>
+struct OutputNormStorage {
+  alignas(128) __nv_bfloat16 output_norm_weight[T::kHidden];
+  alignas(8) uint64_t weight_arrived;
+};
+template <typename T>
+struct OutputNormStorage<T, false> {};
+
 template <typename T>
 struct alignas(128) RingSharedStorage {
+  OutputNormStorage<T, T::kHasOutputNorm> output_norm;
   alignas(16) float partial_sums[kExchangeBuffers][T::kMaxSums][8];  // by value, then warp
   alignas(16) float exact_squares[8];
   alignas(8) uint64_t full[T::Policy::kMaxRingRows];
@@ -99,6 +110,7 @@ struct RingCursor {
 template <typename T>
 struct RingAddresses {
   using Storage = RingSharedStorage<T>;
+  using OutputNorm = OutputNormStorage<T, true>;
   uint32_t base;
 
   __device__ __forceinline__ explicit RingAddresses(const void* memory)
@@ -119,6 +131,14 @@ struct RingAddresses {
   __device__ __forceinline__ uint32_t exact_squares() const {
     return base + static_cast<uint32_t>(offsetof(Storage, exact_squares));
   }
+  __device__ __forceinline__ uint32_t output_norm_weight() const {
+    return base + static_cast<uint32_t>(offsetof(Storage, output_norm) +
+                                        offsetof(OutputNorm, output_norm_weight));
+  }
+  __device__ __forceinline__ uint32_t weight_arrived() const {
+    return base +
+           static_cast<uint32_t>(offsetof(Storage, output_norm) + offsetof(OutputNorm, weight_arrived));
+  }
   __device__ __forceinline__ uint32_t row(uint32_t slot) const {
     return base + static_cast<uint32_t>(sizeof(Storage)) + slot * T::kRowBytes;
   }
@@ -126,12 +146,19 @@ struct RingAddresses {
 
 template <typename T>
 __device__ __forceinline__ void initialise_barriers(const RingAddresses<T>& shared, uint32_t ring_rows) {
-  if (threadIdx.x < ring_rows) {
-    ptx::mbarrier_init(shared.full(threadIdx.x), 1);
-    ptx::mbarrier_init(shared.empty(threadIdx.x), T::kConsumerWarps);
-  }
-  if (threadIdx.x < kExchangeBuffers) {
-    ptx::mbarrier_init(shared.exchanged(threadIdx.x), T::kConsumerWarps);
+  // One thread of each warp, a few barriers each: initialisations by lanes of one warp would take turns.
+  constexpr uint32_t kWarps = T::kBlockSize / 32;
+  if (threadIdx.x % 32 == 0) {
+    for (uint32_t slot = threadIdx.x / 32; slot < ring_rows; slot += kWarps) {
+      ptx::mbarrier_init(shared.full(slot), 1);
+      ptx::mbarrier_init(shared.empty(slot), T::kConsumerWarps);
+    }
+    if (threadIdx.x / 32 < kExchangeBuffers) {
+      ptx::mbarrier_init(shared.exchanged(threadIdx.x / 32), T::kConsumerWarps);
+    }
+    if constexpr (T::kHasOutputNorm) {
+      if (threadIdx.x == T::kConsumers) ptx::mbarrier_init(shared.weight_arrived(), 1);
+    }
   }
   ptx::fence_mbarrier_init();
   __syncthreads();
@@ -155,6 +182,11 @@ __device__ __forceinline__ void produce_rows(const ForwardParams& params,
     cursor.advance(params.ring_rows);
   };
 
+  if constexpr (T::kHasOutputNorm) {
+    ptx::mbarrier_arrive_expect_tx(shared.weight_arrived(), T::kRowBytes);
+    ptx::bulk_copy(shared.output_norm_weight(), params.output_norm_weight, T::kRowBytes,
+                   shared.weight_arrived());
+  }
   bool must_wait = true;
   if (T::kBankRows == 0 || !params.early) {
     ptx::griddepcontrol_wait();
@@ -176,6 +208,9 @@ __device__ __forceinline__ void produce_rows(const ForwardParams& params,
       if (has_delta) copy_row(delta + int64_t{token} * params.delta_stride);
     }
   }
+  // Every load of this block is on its way. A launch that writes the bank releases its dependents by
+  // ending instead, after those stores.
+  if (T::kStaticCommonPath || params.block_write_idx < 0) ptx::griddepcontrol_launch_dependents();
 }
 
 // One consumer thread: its columns of the current entry, in registers.
@@ -196,7 +231,6 @@ class RingConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    const bool writes_bank = !T::kStaticCommonPath && params_.block_write_idx >= 0;
     const int32_t entries = params_.num_tokens / T::kPrefixes;
     uint4 prefix_rows[T::kPrefixes][T::kVectors];
     int32_t unfinished = -1;  // the entry whose last exchange is published and not yet settled
@@ -204,11 +238,6 @@ class RingConsumer {
       uint4 chunks[2][T::kRowsPerStage][T::kVectors];
       mix_bank<0>(chunks, prefix_rows, unfinished);
       take_prefixes(entry, chunks, prefix_rows);
-      // Everything the launch depends on has been read by this block once its last entry's rows are here.
-      // A launch that writes the bank releases its dependents by ending instead.
-      if (!writes_bank && threadIdx.x == 0 && entry + gridDim.x >= entries) {
-        ptx::griddepcontrol_launch_dependents();
-      }
       unfinished = entry;
       if constexpr (!kDefersOutput) finish(unfinished, prefix_rows);
     }
@@ -473,13 +502,14 @@ class RingConsumer {
     }
     mixed_share *= scale;
     prefix_share *= scale;
+    if constexpr (T::kHasOutputNorm) ptx::mbarrier_wait(shared_.weight_arrived(), 0);
     auto* output = output_row(token);
-    [[maybe_unused]] const auto* output_norm_weight =
-        static_cast<const __nv_bfloat16*>(params_.output_norm_weight);
 #pragma unroll
     for (int k = 0; k < T::kVectors; ++k) {
       uint4 result, weight;
-      if constexpr (T::kHasOutputNorm) weight = ptx::load_global(output_norm_weight + column(k));
+      if constexpr (T::kHasOutputNorm) {
+        weight = ptx::load_shared(shared_.output_norm_weight() + column(k) * 2);
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float2 value = mul2(make_float2(prefix_share, prefix_share), unpack(word(row[k], i)));

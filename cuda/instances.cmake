@@ -12,5 +12,5 @@ set(ATTNRES_TABLE_NORM_AND_STATIC "false,false" "true,false" "true,true")
 set(ATTNRES_TABLE_RING_ROWS_PER_STAGE 1 2 3)
 set(ATTNRES_TABLE_RING_PREFIXES_PER_ROW 1 2)
 
-# Cluster kernel: thread blocks per token. H must divide into CLUSTER * 8 elements.
-set(ATTNRES_TABLE_CLUSTER_SIZES 4 8)
+# Cluster kernel: thread blocks per token. H must divide into CLUSTER * 256 elements, full warps of 8 each.
+set(ATTNRES_TABLE_CLUSTER_SIZES 2 4 7)

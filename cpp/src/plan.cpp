@@ -38,7 +38,7 @@ PlanRow choose_row(const attnres_forward_args& args, int64_t entries, int prefix
     }
   }
   if (wants_cluster && row.kernel != ATTNRES_KERNEL_CLUSTER) {
-    row = {9, kAny, ATTNRES_KERNEL_CLUSTER, 0, 0, 8};
+    row = {9, kAny, ATTNRES_KERNEL_CLUSTER, 0, 0, 7};
   }
   if (args.rows_per_stage != 0) row.rows_per_stage = args.rows_per_stage;
   if (args.cluster_size != 0) row.cluster_size = args.cluster_size;

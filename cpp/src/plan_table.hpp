@@ -21,14 +21,14 @@ struct PlanRow {
 inline constexpr double kAny = std::numeric_limits<double>::infinity();
 
 inline constexpr PlanRow kHopperPlan[] = {
-    {9, 8.0 / 132, ATTNRES_KERNEL_CLUSTER, 0, 0, 8},
+    {9, 8.0 / 132, ATTNRES_KERNEL_CLUSTER, 0, 0, 7},
     {9, 2.0, ATTNRES_KERNEL_RING, 1, 2, 0},
     {9, kAny, ATTNRES_KERNEL_RING, 3, 1, 0},
 };
 
 // Not measured: no such GPU was at hand. The same rows as Hopper, whose SM these kernels use alike.
 inline constexpr PlanRow kBlackwellPlan[] = {
-    {9, 8.0 / 148, ATTNRES_KERNEL_CLUSTER, 0, 0, 8},
+    {9, 8.0 / 148, ATTNRES_KERNEL_CLUSTER, 0, 0, 7},
     {9, 2.0, ATTNRES_KERNEL_RING, 1, 2, 0},
     {9, kAny, ATTNRES_KERNEL_RING, 3, 1, 0},
 };
