@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # From the table cuda/instances.cmake to explicit instantiations, in the build tree:
 #
-#   forward_ring_h7168_n9.cu ...     template struct attnres::RingInstance<...>; one file for each H and N
-#   forward_cluster_h7168_n9.cu ...  template struct attnres::ClusterInstance<...>;
-#   registry.inc                     ATTNRES_RING(...) and ATTNRES_CLUSTER(...), in the table's order
-#   built_targets.inc                "90a;100a;103a"
+#   forward_ring_h7168_n9_nc3.cu ...  template struct attnres::RingInstance<...>;
+#   forward_cluster_h7168_n9.cu ...   template struct attnres::ClusterInstance<...>;
+#   registry.inc                      ATTNRES_RING(...) and ATTNRES_CLUSTER(...), in the table's order
+#   built_targets.inc                 "90a;100a;103a"
 #
 # Files are rewritten only when they change, so a new configure step recompiles nothing.
 
@@ -32,21 +32,22 @@ function(attnres_generate_instances output_dir out_sources)
   set(registry "")
   foreach(H IN LISTS ATTNRES_HIDDEN_SIZES)
     foreach(N IN LISTS ATTNRES_TABLE_SOURCES)
-      set(ring "")
-      set(cluster "")
-      foreach(norm_and_static IN LISTS ATTNRES_TABLE_NORM_AND_STATIC)
-        string(REPLACE "," ", " flags "${norm_and_static}")
-        foreach(NC IN LISTS ATTNRES_TABLE_RING_ROWS_PER_STAGE)
-          foreach(B IN LISTS ATTNRES_TABLE_RING_PREFIXES_PER_ROW)
-            list(APPEND ring "${H}, ${N}, ${NC}, ${B}, ${flags}")
+      foreach(NC IN LISTS ATTNRES_TABLE_RING_ROWS_PER_STAGE)
+        set(instances "")
+        foreach(B IN LISTS ATTNRES_TABLE_RING_PREFIXES_PER_ROW)
+          foreach(flags IN LISTS ATTNRES_TABLE_NORM_AND_STATIC)
+            list(APPEND instances "${H}, ${N}, ${NC}, ${B}, ${flags}")
           endforeach()
         endforeach()
-        foreach(CLUSTER IN LISTS ATTNRES_TABLE_CLUSTER_SIZES)
-          list(APPEND cluster "${H}, ${N}, ${CLUSTER}, ${flags}")
+        _attnres_write_instances(ring Ring "h${H}_n${N}_nc${NC}" "${instances}")
+      endforeach()
+      set(instances "")
+      foreach(CLUSTER IN LISTS ATTNRES_TABLE_CLUSTER_SIZES)
+        foreach(flags IN LISTS ATTNRES_TABLE_NORM_AND_STATIC)
+          list(APPEND instances "${H}, ${N}, ${CLUSTER}, ${flags}")
         endforeach()
       endforeach()
-      _attnres_write_instances(ring Ring "${ring}")
-      _attnres_write_instances(cluster Cluster "${cluster}")
+      _attnres_write_instances(cluster Cluster "h${H}_n${N}" "${instances}")
     endforeach()
   endforeach()
 
@@ -57,18 +58,21 @@ function(attnres_generate_instances output_dir out_sources)
     CONTENT "\"${ATTNRES_CUDA_TARGETS}\"\n"
     @ONLY
   )
+  # More sources take longer to compile; the longest first keeps all cores busy to the end.
+  list(REVERSE sources)
   set(${out_sources} "${sources}" PARENT_SCOPE)
 endfunction()
 
 # One file of instantiations; appends to `sources` and `registry` of the caller.
-macro(_attnres_write_instances kernel class arguments)
+macro(_attnres_write_instances kernel class suffix instances)
   set(content "// Generated from cuda/instances.cmake.\n#include \"forward_${kernel}.cuh\"\n\n")
   string(TOUPPER "${kernel}" upper)
-  foreach(instance IN ITEMS ${arguments})
+  foreach(instance IN ITEMS ${instances})
+    string(REGEX REPLACE ", *" ", " instance "${instance}")
     string(APPEND content "template struct attnres::${class}Instance<${instance}>;\n")
     string(APPEND registry "ATTNRES_${upper}(${instance})\n")
   endforeach()
-  set(file "${output_dir}/forward_${kernel}_h${H}_n${N}.cu")
+  set(file "${output_dir}/forward_${kernel}_${suffix}.cu")
   file(CONFIGURE OUTPUT "${file}" CONTENT "${content}" @ONLY)
   list(APPEND sources "${file}")
 endmacro()
