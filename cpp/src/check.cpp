@@ -4,6 +4,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 
@@ -60,35 +61,38 @@ const char* dtype_name(int32_t dtype) {
   }
 }
 
-// One pointer argument and, once its strides were judged, the memory it covers.
+// One array argument: what the caller said of it, in elements, and the bytes it spans.
 struct Argument {
   const char* name;
-  const void* pointer;
+  const void* pointer;  // null: not there
   bool written;
-  Region region;
+  int64_t count[2];
+  int64_t stride[2];
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+
+  // A stride that is never multiplied by anything but 0 says nothing about memory.
+  int64_t effective_stride(int dimension) const {
+    return count[dimension] > 1 ? stride[dimension] : 0;
+  }
 };
 
-// A stride that is never multiplied by anything but 0 says nothing about memory.
-int64_t effective_stride(int64_t count, int64_t stride) { return count > 1 ? stride : 0; }
-
-void require_pointer(const Argument& argument, int64_t element_size) {
-  if (argument.pointer == nullptr) [[unlikely]]
-    refuse(argument.name, "a pointer", "NULL");
-  if (reinterpret_cast<uintptr_t>(argument.pointer) & static_cast<uintptr_t>(element_size - 1))
-      [[unlikely]] {
-    refuse(argument.name,
-           "an address that is a multiple of its element size, " + std::to_string(element_size) +
-               " bytes",
-           "one that is not");
-  }
+Region region_of(const Argument& argument, int64_t hidden_size, int64_t element_size) {
+  return {
+      argument.begin,
+      argument.end,
+      {argument.count[0], argument.count[1]},
+      {argument.effective_stride(0) * element_size, argument.effective_stride(1) * element_size},
+      hidden_size * element_size};
 }
 
-void require_stride(const Argument& argument, const char* which, int64_t count, int64_t stride,
+void require_stride(const Argument& argument, int dimension, const char* which,
                     int64_t hidden_size) {
+  const int64_t stride = argument.stride[dimension];
   if (stride < 0) [[unlikely]] {
     refuse(argument.name, std::string(which) + " stride >= 0", std::to_string(stride));
   }
-  if (argument.written && count > 1 && stride < hidden_size) [[unlikely]] {
+  if (argument.written && argument.count[dimension] > 1 && stride < hidden_size) [[unlikely]] {
     refuse(argument.name,
            std::string(which) + " stride >= hidden_size (" + std::to_string(hidden_size) +
                ") because it is written",
@@ -96,46 +100,47 @@ void require_stride(const Argument& argument, const char* which, int64_t count, 
   }
 }
 
-// Fills argument.region from counts and strides in elements; refuses what 64-bit addresses cannot
+// Judges the pointer and the strides, and fills in the span; refuses one that 64-bit addresses cannot
 // hold.
-void set_region(Argument& argument, int64_t count0, int64_t stride0, int64_t count1,
-                int64_t stride1, int64_t hidden_size, int64_t element_size) {
-  Region& region = argument.region;
-  region.base = reinterpret_cast<uintptr_t>(argument.pointer);
-  region.count[0] = count0;
-  region.count[1] = count1;
-  int64_t end = 0;
-  int64_t reach0 = 0;
-  int64_t reach1 = 0;
-  uintptr_t last = 0;
+void locate(Argument& argument, int64_t hidden_size, int64_t element_size) {
+  if (argument.pointer == nullptr) [[unlikely]] {
+    refuse(argument.name, "a pointer", "NULL");
+  }
+  argument.begin = reinterpret_cast<uintptr_t>(argument.pointer);
+  if ((argument.begin & static_cast<uintptr_t>(element_size - 1)) != 0) [[unlikely]] {
+    refuse(argument.name,
+           "an address that is a multiple of its element size, " + std::to_string(element_size) +
+               " bytes",
+           "one that is not");
+  }
+  require_stride(argument, 0, "a token", hidden_size);
+  require_stride(argument, 1, "a row", hidden_size);
+  int64_t reach[2];
+  int64_t length = 0;
   const bool overflows =
-      __builtin_mul_overflow(effective_stride(count0, stride0), element_size, &region.stride[0]) ||
-      __builtin_mul_overflow(effective_stride(count1, stride1), element_size, &region.stride[1]) ||
-      __builtin_mul_overflow(hidden_size, element_size, &region.length) ||
-      __builtin_mul_overflow(count0 - 1, region.stride[0], &reach0) ||
-      __builtin_mul_overflow(count1 - 1, region.stride[1], &reach1) ||
-      __builtin_add_overflow(reach0, reach1, &end) ||
-      __builtin_add_overflow(end, region.length, &end) ||
-      __builtin_add_overflow(region.base, static_cast<uintptr_t>(end), &last) ||
-      last > static_cast<uintptr_t>(INT64_MAX);
+      __builtin_mul_overflow(argument.count[0] - 1, argument.effective_stride(0), &reach[0]) ||
+      __builtin_mul_overflow(argument.count[1] - 1, argument.effective_stride(1), &reach[1]) ||
+      __builtin_add_overflow(reach[0], reach[1], &length) ||
+      __builtin_add_overflow(length, hidden_size, &length) ||
+      __builtin_mul_overflow(length, element_size, &length) ||
+      __builtin_add_overflow(argument.begin, static_cast<uintptr_t>(length), &argument.end) ||
+      argument.end > static_cast<uintptr_t>(INT64_MAX);
   if (overflows) [[unlikely]] {
     refuse(argument.name, "an extent that fits in 63-bit byte addresses",
            "sizes and strides that pass it");
   }
-  region.end = last;
 }
 
-void require_aligned_base(const Argument& argument) {
-  const uintptr_t remainder = argument.region.base % kDeviceAlignment;
+void require_native_alignment(const Argument& argument, int64_t element_size) {
+  const uintptr_t remainder = argument.begin % kDeviceAlignment;
   if (remainder != 0) [[unlikely]] {
     refuse_native(argument.name, "an address that is a multiple of 16 bytes",
                   "one that is " + std::to_string(remainder) + " bytes past a multiple");
   }
-}
-
-void require_aligned_strides(const Argument& argument) {
-  for (const int64_t stride : argument.region.stride) {
-    if (static_cast<uint64_t>(stride) % kDeviceAlignment != 0) [[unlikely]] {
+  for (const int dimension : {0, 1}) {
+    const uint64_t stride =
+        static_cast<uint64_t>(argument.effective_stride(dimension) * element_size);
+    if (stride % kDeviceAlignment != 0) [[unlikely]] {
       refuse_native(argument.name, "strides that are multiples of 16 bytes",
                     std::to_string(stride) + " bytes");
     }
@@ -180,74 +185,67 @@ void check_options(const attnres_forward_args& args, bool on_device) {
   }
 }
 
-enum Index { kPrefix, kDelta, kBlocks, kNormWeight, kQkWeight, kOutputNormWeight, kOutput, kCount };
-
 void check_memory(const attnres_forward_args& args, bool on_device) {
+  const int64_t hidden_size = args.hidden_size;
+  const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
+  const int64_t tokens = args.num_tokens;
   const bool writes_bank = args.block_write_idx >= 0;
   const bool uses_bank = writes_bank || args.num_blocks > 0;
-  Argument list[kCount] = {
-      {"prefix", args.prefix, args.delta != nullptr, {}},
-      {"delta", args.delta, false, {}},
-      {"blocks", args.blocks, writes_bank, {}},
-      {"norm_weight", args.norm_weight, false, {}},
-      {"qk_weight", args.qk_weight, false, {}},
-      {"output_norm_weight", args.output_norm_weight, false, {}},
-      {"out", args.output, true, {}},
-  };
-  const auto present = [&](int index) {
-    if (index == kBlocks) return args.num_bank_rows > 0;
-    if (index == kDelta || index == kOutputNormWeight) return list[index].pointer != nullptr;
-    return true;
-  };
+  const bool has_bank = args.num_bank_rows > 0;
 
-  const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
-  const int64_t token_strides[kCount] = {args.prefix_stride, args.delta_stride, 0, 0, 0, 0,
-                                         args.output_stride};
-  for (int index = 0; index < kCount; ++index) {
-    if (!present(index)) continue;
-    Argument& argument = list[index];
-    require_pointer(argument, element_size);
-    if (index == kBlocks) {
-      const int64_t tokens = args.num_bank_tokens;
-      const int64_t rows = args.num_bank_rows;
-      require_stride(argument, "a token", tokens, args.blocks_token_stride, args.hidden_size);
-      require_stride(argument, "a row", rows, args.blocks_row_stride, args.hidden_size);
-      set_region(argument, tokens, args.blocks_token_stride, rows, args.blocks_row_stride,
-                 args.hidden_size, element_size);
-      if (writes_bank && overlaps_itself(argument.region)) [[unlikely]] {
-        refuse(argument.name, "rows that share no byte because one of them is written",
-               "token stride " + std::to_string(args.blocks_token_stride) + " and row stride " +
-                   std::to_string(args.blocks_row_stride) + " with hidden_size " +
-                   std::to_string(args.hidden_size));
-      }
-    } else {
-      const bool per_token = index == kPrefix || index == kDelta || index == kOutput;
-      const int64_t tokens = per_token ? args.num_tokens : 1;
-      require_stride(argument, "a token", tokens, token_strides[index], args.hidden_size);
-      set_region(argument, tokens, token_strides[index], 1, 0, args.hidden_size, element_size);
-    }
+  // Written arguments come first. `out` is the first of all: it is the one to change when it shares
+  // memory with another.
+  Argument list[] = {
+      {"out", args.output, true, {tokens, 1}, {args.output_stride, 0}},
+      {"prefix", args.prefix, args.delta != nullptr, {tokens, 1}, {args.prefix_stride, 0}},
+      {"blocks",
+       args.blocks,
+       writes_bank,
+       {args.num_bank_tokens, args.num_bank_rows},
+       {args.blocks_token_stride, args.blocks_row_stride}},
+      {"delta", args.delta, false, {tokens, 1}, {args.delta_stride, 0}},
+      {"norm_weight", args.norm_weight, false, {1, 1}, {0, 0}},
+      {"qk_weight", args.qk_weight, false, {1, 1}, {0, 0}},
+      {"output_norm_weight", args.output_norm_weight, false, {1, 1}, {0, 0}},
+  };
+  constexpr int kCount = std::size(list);
+  constexpr int kMaybeWritten = 3;
+  Argument& blocks = list[2];
+
+  for (Argument& argument : list) {
+    const bool optional = &argument == &list[3] || &argument == &list[6];
+    if (optional && argument.pointer == nullptr) continue;
+    if (&argument == &blocks && !has_bank) continue;
+    locate(argument, hidden_size, element_size);
+  }
+  if (writes_bank && overlaps_itself(region_of(blocks, hidden_size, element_size))) [[unlikely]] {
+    refuse("blocks", "rows that share no byte because one of them is written",
+           "token stride " + std::to_string(args.blocks_token_stride) + " and row stride " +
+               std::to_string(args.blocks_row_stride) + " with hidden_size " +
+               std::to_string(hidden_size));
   }
 
-  for (int first = 0; first < kCount; ++first) {
-    if (!list[first].written) continue;
-    for (int second = 0; second < kCount; ++second) {
-      // A pair of written arguments is judged once, from its first member.
-      if (second == first || !present(second) || (list[second].written && second < first)) continue;
-      if (overlap(list[first].region, list[second].region)) [[unlikely]] {
-        // Where `out` is involved, it is the argument to change.
-        const bool swap = second == kOutput;
-        refuse(list[swap ? second : first].name,
-               std::string("memory that shares no byte with ") + list[swap ? first : second].name,
+  for (int first = 0; first < kMaybeWritten; ++first) {
+    const Argument& a = list[first];
+    for (int second = first + 1; second < kCount; ++second) {
+      const Argument& b = list[second];
+      // What is absent spans [0, 0) and meets nothing.
+      if (a.end <= b.begin || b.end <= a.begin) [[likely]] {
+        continue;
+      }
+      if (!a.written && !b.written) continue;
+      if (overlap(region_of(a, hidden_size, element_size), region_of(b, hidden_size, element_size)))
+          [[unlikely]] {
+        refuse(a.name, std::string("memory that shares no byte with ") + b.name,
                "overlapping memory");
       }
     }
   }
 
   if (!on_device) return;
-  for (int index = 0; index < kCount; ++index) {
-    if (!present(index) || (index == kBlocks && !uses_bank)) continue;
-    require_aligned_base(list[index]);
-    require_aligned_strides(list[index]);
+  for (const Argument& argument : list) {
+    if (argument.end == 0 || (&argument == &blocks && !uses_bank)) continue;
+    require_native_alignment(argument, element_size);
   }
 }
 

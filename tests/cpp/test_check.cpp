@@ -163,10 +163,10 @@ TEST_CASE(extents_that_pass_the_address_space) {
       __FILE__, __LINE__, ATTNRES_INVALID_ARGUMENT, std::string("blocks") + kGot,
       [](attnres_forward_args& a) { a.blocks_token_stride = kHuge / 4; }, false);
   expect_verdict(
-      __FILE__, __LINE__, ATTNRES_INVALID_ARGUMENT, std::string("prefix") + kGot,
-      [](attnres_forward_args& a) { a.hidden_size = a.prefix_stride = kHuge / 2; }, false);
+      __FILE__, __LINE__, ATTNRES_INVALID_ARGUMENT, std::string("out") + kGot,
+      [](attnres_forward_args& a) { a.hidden_size = a.output_stride = kHuge / 2; }, false);
   expect_verdict(
-      __FILE__, __LINE__, ATTNRES_INVALID_ARGUMENT, std::string("prefix") + kGot,
+      __FILE__, __LINE__, ATTNRES_INVALID_ARGUMENT, std::string("out") + kGot,
       [](attnres_forward_args& a) { a.num_tokens = a.num_bank_tokens = kHuge; }, false);
 }
 
