@@ -84,9 +84,9 @@ check-cpp: $(INSTALLED)
 check-python: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# A wheel as a user's pip builds it, in an isolated environment.
-wheel: $(TOOLS)
-	$(BIN)/python -m pip wheel . --no-deps --wheel-dir dist
+# A wheel for $(PYTHON) as a user's pip builds it, in an isolated environment.
+wheel:
+	$(PYTHON) -m pip wheel . --no-deps --wheel-dir dist
 
 clean:
 	rm -rf build dist $(VENV)
