@@ -151,7 +151,7 @@ def attn_res(
             backend,
         )
     if not served:
-        if _has_subclass(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
+        if _is_for_dispatcher(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
             return _ops.attn_res(
                 prefix,
                 delta,
@@ -218,12 +218,12 @@ def _may_require_grad(
         return True
 
 
-def _has_subclass(*arguments: object) -> bool:
-    """Whether a tensor other than a plain one or a parameter is among the arguments."""
-    for argument in arguments:
-        if type(argument) not in _PLAIN_TYPES and isinstance(argument, torch.Tensor):
-            return True
-    return False
+def _is_for_dispatcher(*arguments: object) -> bool:
+    """Whether an argument is a tensor subclass, or a tensor without memory."""
+    return any(
+        isinstance(argument, torch.Tensor) and (type(argument) not in _PLAIN_TYPES or argument.is_meta)
+        for argument in arguments
+    )
 
 
 def explain(

@@ -17,6 +17,10 @@ op                   prefix   blocks   call
 ==================== ======== ======== =======================================================
 
 ``attn_res_functional`` writes nothing and returns (output, new prefix, new bank): two copies more.
+
+Known limit, of inductor and any mutating op: in ``p.clone()`` between two calls that both write ``p``, the
+copy is dropped, and a graph that *returns* it unchanged returns the later value
+(https://github.com/pytorch/pytorch/pull/198096). Computing anything from the copy is right.
 """
 
 from __future__ import annotations
@@ -53,11 +57,6 @@ SCHEMAS = {
 }
 OPS = tuple(SCHEMAS)
 """Names under ``torch.ops.libattnres``."""
-
-
-def plan_numbers(plan: Plan | None) -> list[int] | None:
-    """A plan as an op argument."""
-    return None if plan is None else plan.numbers()
 
 
 def plan_from_numbers(numbers: list[int] | None) -> Plan | None:
@@ -128,6 +127,10 @@ def _general(
     plan: list[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    # Inductor drops a copy whose source nobody else reads, so `attn_res(p, p.clone(), ...)` may arrive
+    # here with the same memory twice, written and read. The copy was meant: make it again.
+    if delta is not None and same_memory(delta, prefix):
+        delta = delta.clone()
     return eager(
         prefix,
         delta,
@@ -168,6 +171,16 @@ def _general_fake(
     check_pdl(pdl)
     plan_from_numbers(plan)
     return prefix.new_empty(prefix.shape) if out is None else out
+
+
+def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same storage."""
+    return (
+        left.numel() > 0
+        and left.data_ptr() == right.data_ptr()
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+    )
 
 
 Kernel = Callable[..., Any]

@@ -133,9 +133,10 @@ class Walk:
 
 def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
     """Check every call, time the walk, print a summary; status 1 when anything was wrong."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type not in DEFAULT_TOKENS:
-        raise ValueError(f"--device: expected cpu or cuda, got {device}")
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in DEFAULT_TOKENS:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {name}")
+    device = torch.device(name)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     num_tokens = DEFAULT_TOKENS[device.type] if args.tokens is None else args.tokens

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `import libattnres` does, and above all does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import libattnres
+import pytest
+import torch
+from libattnres import _core
+
+
+def run(program: str, *options: str) -> str:
+    return subprocess.run(
+        [sys.executable, *options, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_import_loads_nothing_heavy_warns_nothing_and_starts_no_cuda() -> None:
+    program = """
+import sys, torch
+before = set(sys.modules)
+import libattnres
+new = {name.partition('.')[0] for name in set(sys.modules) - before}
+assert not new & {'triton', 'rich', 'matplotlib', 'numpy'}, new
+assert not torch.cuda.is_initialized()
+assert 'libattnres.reference' not in sys.modules
+print('fine')
+"""
+    assert run(program, "-W", "error").strip() == "fine"
+
+
+def test_all_is_all_there() -> None:
+    for name in libattnres.__all__:
+        assert getattr(libattnres, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'attn_ress'"):
+        _ = libattnres.attn_ress
+
+
+def test_version_is_that_of_the_library() -> None:
+    assert libattnres.__version__ == _core.version()
+    assert libattnres.__version__.count(".") == 2
+
+
+def test_probe_has_a_reason_for_every_backend_that_cannot_be_used() -> None:
+    probe = libattnres.probe()
+    assert set(probe.backends) == {"native", "triton", "torch", "host"}
+    assert probe.backends["host"] is None
+    assert probe.backends["torch"] is None
+    usable = any(device.native for device in probe.devices)
+    assert (probe.backends["native"] is None) == usable
+    assert probe.backends["native"] != ""
+    assert probe.num_permutations == len(libattnres.permutations())
+
+
+def test_warmup_without_a_native_device_says_why() -> None:
+    if libattnres.probe().backends["native"] is None:
+        pytest.skip("the native backend works here")
+    with pytest.raises((libattnres.UnsupportedError, RuntimeError)) as raised:
+        libattnres.warmup()
+    assert str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "exception", "text"),
+    [
+        ("cpu", ValueError, "device: expected a CUDA device, got cpu"),
+        (torch.device("cpu"), ValueError, "device: expected a CUDA device, got cpu"),
+        (-1, ValueError, "device: expected a number >= 0, got -1"),
+        (1.0, TypeError, "device: expected an int, str or torch.device, got float"),
+        (True, TypeError, "device: expected an int, str or torch.device, got bool"),
+    ],
+)
+def test_warmup_refuses_what_is_no_cuda_device(device: Any, exception: type[Exception], text: str) -> None:
+    with pytest.raises(exception) as raised:
+        libattnres.warmup(device)
+    assert str(raised.value) == text
+
+
+def core_call(make_case: Callable[..., Any]) -> tuple[Any, list[int | float]]:
+    """A checked call, which keeps the memory alive, and its form for _core."""
+    from libattnres._call import checked_call
+
+    call = checked_call(*make_case().arguments, None, "wait")
+    return call, list(call.core_args())
+
+
+def test_core_checks_count_types_and_ranges_of_its_arguments(make_case: Callable[..., Any]) -> None:
+    _call, arguments = core_call(make_case)
+    assert len(arguments) == len(_core.CALL_FIELDS)
+    _core.forward_host(*arguments)
+    _core.check(*arguments, False)
+    with pytest.raises(TypeError, match="expected 28 positional arguments, got 27"):
+        _core.forward_host(*arguments[:-1])
+    with pytest.raises(TypeError, match="expected 29 positional arguments, got 28"):
+        _core.forward(*arguments)
+    for name, value, exception in (
+        ("num_blocks", 2**40, ValueError),
+        ("num_tokens", 2**70, ValueError),
+        ("hidden_size", "64", TypeError),
+        ("prefix", 1.5, TypeError),
+        ("eps", None, TypeError),
+    ):
+        wrong = list(arguments)
+        wrong[_core.CALL_FIELDS.index(name)] = value
+        with pytest.raises(exception):
+            _core.forward_host(*wrong)
+
+
+def test_a_host_only_call_on_the_device_is_unsupported_not_a_crash(make_case: Callable[..., Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these are host pointers")
+    _call, arguments = core_call(make_case)
+    with pytest.raises((libattnres.UnsupportedError, RuntimeError)):
+        _core.forward(*arguments, 0)
