@@ -103,7 +103,8 @@ def requested_backend(backend: str | None, plan: Plan | None) -> tuple[str | Non
 def refusal(name: str, call: Call, plan: Plan | None) -> str | None:
     """Why a backend cannot serve a call here, or None."""
     reason = load(name).unsupported(call.prefix, call.blocks, call.num_blocks)
-    if reason is not None or name != "native":
+    # Without tokens nothing is launched, so there is no plan that could refuse.
+    if reason is not None or name != "native" or call.prefix.shape[0] == 0:
         return reason
     from libattnres.backends import native
 

@@ -12,6 +12,7 @@ import libattnres
 import pytest
 import torch
 from libattnres import _core
+from libattnres._call import checked_call
 
 
 def run(program: str, *options: str) -> str:
@@ -83,8 +84,6 @@ def test_warmup_refuses_what_is_no_cuda_device(device: Any, exception: type[Exce
 
 def core_call(make_case: Callable[..., Any]) -> tuple[Any, list[int | float]]:
     """A checked call, which keeps the memory alive, and its form for _core."""
-    from libattnres._call import checked_call
-
     call = checked_call(*make_case().arguments, None, "wait")
     return call, list(call.core_args())
 
@@ -117,3 +116,26 @@ def test_a_host_only_call_on_the_device_is_unsupported_not_a_crash(make_case: Ca
     _call, arguments = core_call(make_case)
     with pytest.raises((libattnres.UnsupportedError, RuntimeError)):
         _core.forward(*arguments, 0)
+
+
+def test_plan_for_describes_a_gpu_that_is_not_there(make_case: Callable[..., Any]) -> None:
+    case = make_case(num_tokens=700, hidden_size=7168)
+    call = checked_call(*case.arguments, None, "wait")
+    if not libattnres.permutations():
+        with pytest.raises(libattnres.UnsupportedError, match="built without CUDA"):
+            _core.plan_for(*call.core_args(), 9, 0, 132)
+        return
+    plan = _core.plan_for(*call.core_args(), 9, 0, 132)
+    assert plan["num_sources"] == 4
+    assert plan["has_output_norm"]
+    assert plan["static_common_path"]
+    for rows_per_stage in (1, 2, 3):
+        forced = libattnres.Plan("ring", rows_per_stage=rows_per_stage, ctas_per_sm=1)
+        plan = _core.plan_for(*call.core_args(forced), 10, 3, 148)
+        assert (plan["kernel"], plan["rows_per_stage"], plan["ctas_per_sm"]) == ("ring", rows_per_stage, 1)
+        assert plan["grid_size"] == 148
+    with pytest.raises(libattnres.UnsupportedError, match="cluster_size"):
+        _core.plan_for(*call.core_args(libattnres.Plan("cluster", cluster_size=5)), 9, 0, 132)
+    small = checked_call(*make_case().arguments, None, "wait")
+    with pytest.raises(libattnres.UnsupportedError, match="hidden_size: expected one that is compiled"):
+        _core.plan_for(*small.core_args(), 9, 0, 132)
