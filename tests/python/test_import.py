@@ -125,17 +125,21 @@ def test_plan_for_describes_a_gpu_that_is_not_there(make_case: Callable[..., Any
         with pytest.raises(libattnres.UnsupportedError, match="built without CUDA"):
             _core.plan_for(*call.core_args(), 9, 0, 132)
         return
-    plan = _core.plan_for(*call.core_args(), 9, 0, 132)
+    target = libattnres.probe().built_targets[0].removesuffix("a")
+    gpu = (int(target[:-1]), int(target[-1]), 148)
+    plan = _core.plan_for(*call.core_args(), *gpu)
     assert plan["num_sources"] == 4
     assert plan["has_output_norm"]
     assert plan["static_common_path"]
     for rows_per_stage in (1, 2, 3):
         forced = libattnres.Plan("ring", rows_per_stage=rows_per_stage, ctas_per_sm=1)
-        plan = _core.plan_for(*call.core_args(forced), 10, 3, 148)
+        plan = _core.plan_for(*call.core_args(forced), *gpu)
         assert (plan["kernel"], plan["rows_per_stage"], plan["ctas_per_sm"]) == ("ring", rows_per_stage, 1)
         assert plan["grid_size"] == 148
     with pytest.raises(libattnres.UnsupportedError, match="cluster_size"):
-        _core.plan_for(*call.core_args(libattnres.Plan("cluster", cluster_size=5)), 9, 0, 132)
+        _core.plan_for(*call.core_args(libattnres.Plan("cluster", cluster_size=5)), *gpu)
     small = checked_call(*make_case().arguments, None, "wait")
     with pytest.raises(libattnres.UnsupportedError, match="hidden_size: expected one that is compiled"):
-        _core.plan_for(*small.core_args(), 9, 0, 132)
+        _core.plan_for(*small.core_args(), *gpu)
+    with pytest.raises(libattnres.UnsupportedError, match="compute capability"):
+        _core.plan_for(*call.core_args(), 7, 5, 72)
