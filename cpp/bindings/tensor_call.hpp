@@ -25,7 +25,6 @@ namespace dlpack {
 
 constexpr int32_t kCpu = 1;
 constexpr int32_t kCuda = 2;
-constexpr uint8_t kFloat = 2;
 constexpr uint8_t kBfloat = 4;
 constexpr uint32_t kMajor = 1;
 
@@ -115,18 +114,9 @@ class TensorReader {
     return true;
   }
 
-  bool dtype(int32_t* dtype) const {
-    if (dtype_code_ == dlpack::kBfloat && dtype_bits_ == 16) {
-      *dtype = ATTNRES_BFLOAT16;
-    } else if (dtype_code_ == dlpack::kFloat && dtype_bits_ == 16) {
-      *dtype = ATTNRES_FLOAT16;
-    } else if (dtype_code_ == dlpack::kFloat && dtype_bits_ == 32) {
-      *dtype = ATTNRES_FLOAT32;
-    } else {
-      return false;
-    }
-    return true;
-  }
+  // Other dtypes take the slow path: DLPack does not show the negative bit, which only the real views of
+  // complex tensors have, and none of those is bfloat16.
+  bool is_bfloat16() const { return dtype_code_ == dlpack::kBfloat && dtype_bits_ == 16; }
 
   int32_t device_type() const { return device_type_; }
   int32_t device_id() const { return device_id_; }
@@ -199,7 +189,7 @@ inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_fo
   if (!reader->read(objects[0], 2, &prefix) || !reader->read(objects[2], 3, &blocks)) return false;
   const int64_t num_tokens = prefix.shape[0];
   const int64_t hidden_size = prefix.shape[1];
-  if (blocks.shape[2] != hidden_size) return false;
+  if (!reader->is_bfloat16() || blocks.shape[2] != hidden_size) return false;
   if (!reader->read(objects[10], 2, &output) || output.shape[0] != num_tokens ||
       output.shape[1] != hidden_size) {
     return false;
@@ -234,7 +224,7 @@ inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_fo
   args->output_stride = meaningful_stride(output, 0, hidden_size);
   return read_int(objects[6], &args->num_blocks) && read_int(objects[7], &args->block_write_idx) &&
          read_float(objects[8], &args->eps) && read_float(objects[9], &args->output_norm_eps) &&
-         read_pdl(objects[11], &args->pdl) && reader->dtype(&args->dtype);
+         read_pdl(objects[11], &args->pdl);
 }
 
 // forward_tensors(prefix, ..., out, pdl, backend) -> True when the call was served, False when it is for

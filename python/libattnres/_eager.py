@@ -13,10 +13,10 @@ from libattnres._dispatch import run
 
 __all__ = ["eager"]
 
-# Without the exchange API (PyTorch < 2.10) _core.forward_tensors answers False and eager() serves.
-_exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-if _exchange_api is not None:
-    _core.bind_tensors(torch.Tensor, torch.nn.Parameter, _exchange_api)
+# Only PyTorch's own exchange API (>= 2.10): other packages are known to put theirs on older releases.
+# Without it _core.forward_tensors answers False and eager() serves.
+if hasattr(torch._C, "_dlpack_exchange_api"):
+    _core.bind_tensors(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__)
 
 
 def eager(

@@ -314,6 +314,17 @@ def test_explain_refuses_what_attn_res_refuses(what: str, make_case: Callable[..
     assert str(raised.value).startswith(text)
 
 
+@pytest.mark.parametrize("name", ["prefix", "delta", "blocks", "qk_weight"])
+def test_a_negative_view_is_refused_rather_than_misread(name: str, make_case: Callable[..., Any]) -> None:
+    """The imaginary part of a conjugate: memory that holds the values' negatives."""
+    case = make_case(dtype=torch.float32)
+    value = getattr(case, name)
+    negative = torch._neg_view(value)
+    assert negative.is_neg()
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without the negative bit"):
+        libattnres.attn_res(*case.with_(**{name: negative}).arguments)
+
+
 WRONG_OUT: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "not a tensor": (TypeError, "out: expected a torch.Tensor, got int", lambda c: 7),
     "shape": (
