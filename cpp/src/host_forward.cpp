@@ -27,33 +27,35 @@ constexpr int kMaxThreads = 1024;
 // Less than this for a thread, in bytes read, costs more to hand over than to do.
 constexpr int64_t kMinBytesPerThread = 128 * 1024;
 
-bool runs_here(const HostKernels& kernels) {
-#if defined(__x86_64__)
-  if (&kernels == &kAvx512Kernels) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-  if (&kernels == &kAvx2Kernels) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-#endif
-  return &kernels == &kBaselineKernels;
-}
-
 // Best first.
 constexpr const HostKernels* kTargets[] = {
-#if defined(__x86_64__)
+#if defined(ATTNRES_HOST_AVX512)
     &kAvx512Kernels,
+#endif
+#if defined(ATTNRES_HOST_AVX2)
     &kAvx2Kernels,
 #endif
     &kBaselineKernels,
 };
 
+bool runs_here(const HostKernels* kernels) {
+#if defined(ATTNRES_HOST_AVX2)
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (kernels == &kAvx2Kernels) return has_avx2;
+#endif
+#if defined(ATTNRES_HOST_AVX512)
+  if (kernels == &kAvx512Kernels) {
+    return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return kernels == &kBaselineKernels;
+}
+
 const HostKernels& find_target(const char* wanted) {
   std::string usable;
   for (const HostKernels* kernels : kTargets) {
-    if (!runs_here(*kernels)) continue;
+    if (!runs_here(kernels)) continue;
     if (wanted == nullptr || std::strcmp(wanted, kernels->target) == 0) return *kernels;
     usable += (usable.empty() ? "" : ", ") + std::string(kernels->target);
   }

@@ -25,8 +25,6 @@ constexpr std::chrono::microseconds kSpin{50};
 void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
 #endif
 }
 

@@ -8,6 +8,14 @@
 
 #include "attnres/attnres.h"
 
+#if defined(__x86_64__)
+#define ATTNRES_HOST_AVX2
+#if !defined(__clang__)
+// Clang's releases disagree on the features that a function with 512-bit vectors must name.
+#define ATTNRES_HOST_AVX512
+#endif
+#endif
+
 namespace attnres {
 
 // Rows in scratch memory are padded to a multiple of this many floats, so that every target may
@@ -29,8 +37,10 @@ struct HostKernels {
 };
 
 extern const HostKernels kBaselineKernels;  // what the compiler may assume everywhere: SSE2, NEON
-#if defined(__x86_64__)
+#if defined(ATTNRES_HOST_AVX2)
 extern const HostKernels kAvx2Kernels;
+#endif
+#if defined(ATTNRES_HOST_AVX512)
 extern const HostKernels kAvx512Kernels;
 #endif
 

@@ -5,7 +5,7 @@
 
 #include "host_token.hpp"
 
-#if defined(__x86_64__)
+#if defined(ATTNRES_HOST_AVX2)
 
 // After the standard headers: an inline function of theirs compiled for this target could be the
 // copy that the linker keeps for the whole program.
@@ -27,4 +27,4 @@
 #pragma GCC pop_options
 #endif
 
-#endif  // defined(__x86_64__)
+#endif  // defined(ATTNRES_HOST_AVX2)

@@ -5,27 +5,18 @@
 
 #include "host_token.hpp"
 
-#if defined(__x86_64__)
+#if defined(ATTNRES_HOST_AVX512)
 
 // After the standard headers: an inline function of theirs compiled for this target could be the
 // copy that the linker keeps for the whole program.
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
-#endif
 
 #define ATTNRES_HOST_LANES 16
 #define ATTNRES_HOST_TABLE kAvx512Kernels
 #define ATTNRES_HOST_TARGET "avx512"
 #include "host_token.inl"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
 #pragma GCC pop_options
-#endif
 
-#endif  // defined(__x86_64__)
+#endif  // defined(ATTNRES_HOST_AVX512)

@@ -104,7 +104,8 @@ struct ForwardArgs {
   Pdl pdl = Pdl::wait;                      // forward
   std::int32_t device = -1;                 // forward: CUDA ordinal, -1 for the current device
   PlanOverrides overrides{};                // forward
-  std::int32_t num_threads = 0;             // forward_host: 0 for one per available core
+  // forward_host: 0 for LIBATTNRES_NUM_THREADS in the environment, else one per available core
+  std::int32_t num_threads = 0;
 
   // The same call for the C interface. Throws where two arguments disagree on a size, which the C
   // struct could not express.
