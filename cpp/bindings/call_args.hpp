@@ -20,7 +20,8 @@ struct Field {
   size_t offset;
 };
 
-#define ATTNRES_FIELD(name, kind) Field{#name, FieldKind::kind, offsetof(attnres_forward_args, name)}
+#define ATTNRES_FIELD(name, kind) \
+  Field { #name, FieldKind::kind, offsetof(attnres_forward_args, name) }
 inline constexpr Field kFields[] = {
     ATTNRES_FIELD(prefix, kPointer),
     ATTNRES_FIELD(delta, kPointer),

@@ -158,8 +158,8 @@ py::list permutations() {
 
 template <PyObject* (*Function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef fast_method(const char* name, const char* doc) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Function)), METH_FASTCALL,
-          doc};
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Function)),
+          METH_FASTCALL, doc};
 }
 
 PyMethodDef* fast_methods() {
@@ -170,10 +170,11 @@ PyMethodDef* fast_methods() {
       fast_method<bind_tensors>("bind_tensors",
                                 "bind_tensors(tensor type, parameter type, exchange API) -> bool: "
                                 "what forward_tensors takes."),
-      fast_method<forward_tensors>("forward_tensors",
-                                   "forward_tensors(prefix, delta, blocks, norm_weight, qk_weight, "
-                                   "output_norm_weight, num_blocks, block_write_idx, eps, "
-                                   "output_norm_eps, out, pdl, backend) -> bool: True when served."),
+      fast_method<forward_tensors>(
+          "forward_tensors",
+          "forward_tensors(prefix, delta, blocks, norm_weight, qk_weight, "
+          "output_norm_weight, num_blocks, block_write_idx, eps, "
+          "output_norm_eps, out, pdl, backend) -> bool: True when served."),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;
@@ -198,9 +199,10 @@ PYBIND11_MODULE(_core, m) {
   if (PyModule_AddFunctions(m.ptr(), fast_methods()) != 0) throw py::error_already_set();
 
   m.def("plan", &plan, "plan(*call): what forward would launch.");
-  m.def("plan_for", &plan_for,
-        "plan_for(*call, compute_major, compute_minor, num_sms): the same for a GPU that need not be "
-        "there.");
+  m.def(
+      "plan_for", &plan_for,
+      "plan_for(*call, compute_major, compute_minor, num_sms): the same for a GPU that need not be "
+      "there.");
   m.def("probe", &probe, py::arg("device") = -1, "What the library can do on a CUDA device.");
   m.def("warmup", &warmup, py::arg("device") = -1, "Load every kernel for a CUDA device.");
   m.def("num_permutations", &attnres_num_permutations, "How many kernels are compiled in.");

@@ -64,7 +64,8 @@ inline TensorTypes tensor_types;
 
 inline PyObject* bind_tensors(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   if (count != 3 || !PyType_Check(objects[0]) || !PyType_Check(objects[1])) {
-    PyErr_SetString(PyExc_TypeError, "expected (tensor type, parameter type, exchange API capsule)");
+    PyErr_SetString(PyExc_TypeError,
+                    "expected (tensor type, parameter type, exchange API capsule)");
     return nullptr;
   }
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
