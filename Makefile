@@ -21,6 +21,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
 export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+export CCACHE_BASEDIR ?= $(CURDIR)
 endif
 export ATTNRES_CUDA := $(CUDA)
 export ATTNRES_CUDA_TARGETS := $(TARGETS)
@@ -30,10 +31,13 @@ INSTALLED := $(VENV)/.installed-$(if $(filter ON,$(CUDA)),$(subst ;,-,$(TARGETS)
 SOURCES := CMakeLists.txt LICENSE README.md pyproject.toml \
   $(shell find cpp cuda python tests/cpp -type f -not -name '*.pyc')
 CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
+TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
 CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
-.PHONY: all install demo test lint format check-cpp check-python wheel clean
+.PHONY: all install demo test lint tidy format check-cpp check-python wheel clean
 .DELETE_ON_ERROR:
+# The compilers are parallel by themselves, and the summary of pytest comes last.
+.NOTPARALLEL:
 
 all: install
 install: $(INSTALLED)
@@ -61,7 +65,6 @@ $(INSTALLED): $(TOOLS) $(SOURCES)
 demo: $(INSTALLED)
 	$(BIN)/libattnres demo
 
-# The summary of pytest comes last.
 test: lint check-cpp check-python
 
 lint: $(TOOLS)
@@ -70,6 +73,11 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/gersemi --quiet --check $(CMAKE_FILES)
+
+# Slower than lint, hence by itself: static analysis of the host code.
+tidy: $(TOOLS)
+	$(BIN)/cmake --preset host -DATTNRES_BUILD_TESTS=OFF
+	$(BIN)/clang-tidy --quiet -p build/host $(TIDY_FILES)
 
 format: $(TOOLS)
 	$(BIN)/ruff format .
