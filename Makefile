@@ -30,7 +30,7 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed-$(if $(filter ON,$(CUDA)),$(subst ;,-,$(TARGETS)),host)
 SOURCES := CMakeLists.txt LICENSE README.md pyproject.toml \
   $(shell find cpp cuda python tests/cpp -type f -not -name '*.pyc')
-CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
 CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
