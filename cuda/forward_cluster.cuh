@@ -47,7 +47,8 @@ struct ClusterTraits {
   static_assert(H % (CLUSTER * Policy::kElementsPerThread * 32) == 0,
                 "A row must divide into 16-byte vectors of full warps of the blocks of a cluster.");
   static_assert(kSenders <= 32, "A receiver adds up at most 32 partial sums.");
-  static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM, "The static common path has an output norm.");
+  static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM,
+                "The static common path has an output norm.");
 };
 
 namespace cluster {
@@ -72,7 +73,8 @@ struct alignas(128) ClusterSharedStorage {
 template <typename T>
 class ClusterThread {
  public:
-  __device__ __forceinline__ ClusterThread(const ForwardParams& params, ClusterSharedStorage<T>& storage)
+  __device__ __forceinline__ ClusterThread(const ForwardParams& params,
+                                           ClusterSharedStorage<T>& storage)
       : params_(params),
         storage_(storage),
         rank_(ptx::cluster_rank()),
@@ -84,7 +86,8 @@ class ClusterThread {
   // Clears what nobody sends, arms the barriers and announces both to the cluster.
   __device__ __forceinline__ void initialise_exchange() {
     if constexpr (T::kSenders < 32) {
-      for (int i = threadIdx.x; i < static_cast<int>(offsetof(ClusterSharedStorage<T>, bank_arrived) / 4);
+      for (int i = threadIdx.x;
+           i < static_cast<int>(offsetof(ClusterSharedStorage<T>, bank_arrived) / 4);
            i += T::kBlockSize) {
         reinterpret_cast<float*>(&storage_)[i] = 0.0f;
       }
@@ -154,7 +157,8 @@ class ClusterThread {
 #pragma unroll
       for (int i = 0; i < 4; ++i) word(prefix_, i) = add(word(prefix_, i), word(delta_, i));
       ptx::store_global(
-          static_cast<__nv_bfloat16*>(params_.prefix) + token_ * params_.prefix_stride + column_, prefix_);
+          static_cast<__nv_bfloat16*>(params_.prefix) + token_ * params_.prefix_stride + column_,
+          prefix_);
     }
     if (writes_bank()) {
       ptx::store_global(static_cast<__nv_bfloat16*>(params_.blocks) +
@@ -200,8 +204,9 @@ class ClusterThread {
         word(result, i) = pack(value);
       }
     }
-    ptx::store_global(static_cast<__nv_bfloat16*>(params_.output) + token_ * params_.output_stride + column_,
-                      result);
+    ptx::store_global(
+        static_cast<__nv_bfloat16*>(params_.output) + token_ * params_.output_stride + column_,
+        result);
   }
 
  private:
@@ -225,12 +230,13 @@ class ClusterThread {
 
   // Each value's sum over the warp goes to every block of the cluster, into this warp's place.
   template <int V>
-  __device__ __forceinline__ void send(float (&sums)[V], const float* first, const uint64_t& barrier) const {
+  __device__ __forceinline__ void send(float (&sums)[V], const float* first,
+                                       const uint64_t& barrier) const {
     const int index = transposed_index<V>(lane_);
     const float sum = transposed_sum<V>(sums, lane_);
     if (index < 0) return;
-    const uint32_t address = ptx::shared_address(first) +
-                             (index * cluster::kSumStride + rank_ * T::kWarps + warp_) * 4;
+    const uint32_t address =
+        ptx::shared_address(first) + (index * cluster::kSumStride + rank_ * T::kWarps + warp_) * 4;
     const uint32_t arrived = ptx::shared_address(&barrier);
 #pragma unroll
     for (int peer = 0; peer < T::kCluster; ++peer) {
@@ -264,7 +270,8 @@ class ClusterThread {
     return dot * rsqrtf(square_sum * (1.0f / T::kHidden) + params_.eps) * cluster::kLog2E;
   }
 
-  __device__ __forceinline__ void square_and_dot(const uint4& row, float& square_sum, float& dot) const {
+  __device__ __forceinline__ void square_and_dot(const uint4& row, float& square_sum,
+                                                 float& dot) const {
     float2 squares = make_float2(0.0f, 0.0f), dots = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -294,7 +301,8 @@ class ClusterThread {
     const float weight = ptx::exp2_approx(row_score - max_);
     sum_ = weight;
 #pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) sum_ += __shfl_xor_sync(0xffffffffu, sum_, offset);
+    for (int offset = 4; offset < 32; offset *= 2)
+      sum_ += __shfl_xor_sync(0xffffffffu, sum_, offset);
 #pragma unroll
     for (int r = 0; r < T::kBankRows; ++r) {
       const float w = __shfl_sync(0xffffffffu, weight, 4 * r);
@@ -323,7 +331,8 @@ class ClusterThread {
         const float terms =
             mixed_share * mixed_share * mixed_square + prefix_share * prefix_share * prefix_square;
         square = 2.0f * mixed_share * prefix_share * prefix_mixed + terms;
-        if (square < terms * cluster::kCancellation) square = exact_square(mixed_share, prefix_share);
+        if (square < terms * cluster::kCancellation)
+          square = exact_square(mixed_share, prefix_share);
       }
     }
     float scale = 1.0f / total;
@@ -340,8 +349,9 @@ class ClusterThread {
     float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 value = fma2(make_float2(mixed_share, mixed_share), mixed_[i],
-                                mul2(make_float2(prefix_share, prefix_share), unpack(word(prefix_, i))));
+      const float2 value =
+          fma2(make_float2(mixed_share, mixed_share), mixed_[i],
+               mul2(make_float2(prefix_share, prefix_share), unpack(word(prefix_, i))));
       squares = fma2(value, value, squares);
     }
     float sums[1] = {squares.x + squares.y};

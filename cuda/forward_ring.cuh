@@ -13,14 +13,16 @@
 // Who waits for whom. Blocks are persistent: block j takes entries j, j + grid, ... A producer thread
 // streams rows, in the order bank rows, then (prefix, delta) per prefix, into a ring of row slots; slot i is
 // guarded by full[i] (the bulk copy's bytes) and empty[i] (one arrival per consumer warp). Consumer warps
-// own 1/7 of the columns each and move a row to registers as it lands. Rows are reduced in chunks of NC
+// own 1/7 of the columns each and move a row to registers as it lands; they hand a slot back past a proxy
+// fence, since the next bulk copy into it is ordered after their loads by nothing else. Rows are reduced in chunks of NC
 // rows: the warps publish partial sums, and later settle the chunk into an online softmax.
-// - Publishing is an arrival on an mbarrier and settling waits for it; between the two lies the next chunk's
-//   arithmetic, so the exchange is off the critical path. A warp publishes at most one exchange
-//   ahead of the one it settles, hence four buffers: reusing one needs everybody past the next-but-one.
+// - Publishing stores to one of two buffers; the consumers meet at a named barrier, and then settle: everybody
+//   adds the same partial sums in the same order. A buffer is written again two exchanges later, past a
+//   barrier that everybody reaches only after reading it.
 // - Bank rows give one weighted sum `mixed`, shared by the B prefixes. The last exchange carries p.p, p.q,
 //   p.mixed and mixed.mixed: the prefix's score and, by expanding |corr mixed + w p|^2, the output norm.
-//   Where that expansion cancels, the block sums the squares themselves in a second exchange.
+//   Where that expansion cancels, the block sums the squares themselves in a second exchange. Its barrier
+//   is that of the next entry's first chunk, where there is one.
 // - The softmax maximum is refreshed only when a score exceeds it by kMaxSlack: any reference value gives
 //   the same softmax, and skipping the refresh saves rescaling `mixed`.
 #pragma once
@@ -48,7 +50,7 @@ struct RingTraits {
   static constexpr int kChunks = (kBankRows + NC - 1) / NC;
   static constexpr int kConsumerWarps = Policy::kConsumerWarps;
   static constexpr int kConsumers = kConsumerWarps * 32;
-  static constexpr int kBlockSize = kConsumers + 32;  // and the producer warp
+  static constexpr int kBlockSize = kConsumers + 32;     // and the producer warp
   static constexpr int kVectors = H / (kConsumers * 8);  // 16-byte vectors a thread holds of a row
   static constexpr int kPairs = kVectors * 4;
   static constexpr int kRowBytes = H * 2;
@@ -56,21 +58,22 @@ struct RingTraits {
   // Sums per prefix: p.p, p.q, and with a bank p.mixed; plus mixed.mixed once.
   static constexpr int kSumsPerPrefix = kBankRows > 0 ? 3 : 2;
   static constexpr int kPrefixSums = kSumsPerPrefix * B + (kBankRows > 0 ? 1 : 0);
-  static constexpr int kMaxSums = kPrefixSums > 2 * NC ? kPrefixSums : 2 * NC;
   // With one source and no output norm the output is p itself.
   static constexpr bool kCopiesPrefix = kBankRows == 0 && !HAS_OUTPUT_NORM;
 
   static_assert(N >= 1 && N <= 9, "The operator reads at most eight bank rows.");
   static_assert(NC >= 1 && NC <= 3, "More rows per stage do not fit in registers.");
-  static_assert(H % (kConsumers * 8) == 0, "A row must divide into 16-byte vectors of all consumers.");
+  static_assert(H % (kConsumers * 8) == 0,
+                "A row must divide into 16-byte vectors of all consumers.");
   static_assert(kConsumerWarps <= 8, "Partial sums are laid out for eight warps.");
-  static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM, "The static common path has an output norm.");
+  static_assert(!STATIC_COMMON_PATH || HAS_OUTPUT_NORM,
+                "The static common path has an output norm.");
 };
 
-inline constexpr int kExchangeBuffers = 4;
 inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kMaxSlack = 8.0f;                // in powers of two
-inline constexpr float kCancellation = 1.0f / 128.0f;  // of the norm's terms; below, sum squares again
+inline constexpr float kMaxSlack = 8.0f;  // in powers of two
+inline constexpr float kCancellation =
+    1.0f / 128.0f;  // of the norm's terms; below, sum squares again
 
 // The output norm's weights stay in shared memory: registers are short, and a load from global memory
 // would wait behind the batch's own traffic.
@@ -82,14 +85,23 @@ struct OutputNormStorage {
 template <typename T>
 struct OutputNormStorage<T, false> {};
 
+// norm_weight * qk_weight, as [vector][half of a vector][consumer] float4: each thread reads what it wrote.
+template <typename T, bool IN_SHARED>
+struct QueryStorage {
+  alignas(128) float query[T::kHidden];
+};
+template <typename T>
+struct QueryStorage<T, false> {};
+
 template <typename T>
 struct alignas(128) RingSharedStorage {
+  QueryStorage<T, T::Policy::kQueryInShared> query;
   OutputNormStorage<T, T::kHasOutputNorm> output_norm;
-  alignas(16) float partial_sums[kExchangeBuffers][T::kMaxSums][8];  // by value, then warp
+  alignas(16) float chunk_sums[2][2 * T::kRowsPerStage][8];  // by exchange, value, warp
+  alignas(16) float prefix_sums[2][T::kPrefixSums][8];
   alignas(16) float exact_squares[8];
   alignas(8) uint64_t full[T::Policy::kMaxRingRows];
   uint64_t empty[T::Policy::kMaxRingRows];
-  uint64_t exchanged[kExchangeBuffers];
 };
 
 // Position in the ring; producer and consumers walk it in the same order.
@@ -121,12 +133,13 @@ struct RingAddresses {
   __device__ __forceinline__ uint32_t empty(uint32_t slot) const {
     return base + static_cast<uint32_t>(offsetof(Storage, empty)) + slot * 8;
   }
-  __device__ __forceinline__ uint32_t exchanged(uint32_t buffer) const {
-    return base + static_cast<uint32_t>(offsetof(Storage, exchanged)) + buffer * 8;
+  __device__ __forceinline__ uint32_t chunk_sums(uint32_t buffer) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, chunk_sums)) +
+           buffer * static_cast<uint32_t>(sizeof(Storage::chunk_sums) / 2);
   }
-  __device__ __forceinline__ uint32_t partial_sums(uint32_t buffer, uint32_t value) const {
-    return base + static_cast<uint32_t>(offsetof(Storage, partial_sums)) +
-           (buffer * T::kMaxSums + value) * 32;
+  __device__ __forceinline__ uint32_t prefix_sums(uint32_t buffer) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, prefix_sums)) +
+           buffer * static_cast<uint32_t>(sizeof(Storage::prefix_sums) / 2);
   }
   __device__ __forceinline__ uint32_t exact_squares() const {
     return base + static_cast<uint32_t>(offsetof(Storage, exact_squares));
@@ -135,9 +148,13 @@ struct RingAddresses {
     return base + static_cast<uint32_t>(offsetof(Storage, output_norm) +
                                         offsetof(OutputNorm, output_norm_weight));
   }
+  __device__ __forceinline__ uint32_t query(int vector, int half) const {
+    return base + static_cast<uint32_t>(offsetof(Storage, query)) +
+           ((vector * 2 + half) * T::kConsumers + threadIdx.x) * 16;
+  }
   __device__ __forceinline__ uint32_t weight_arrived() const {
-    return base +
-           static_cast<uint32_t>(offsetof(Storage, output_norm) + offsetof(OutputNorm, weight_arrived));
+    return base + static_cast<uint32_t>(offsetof(Storage, output_norm) +
+                                        offsetof(OutputNorm, weight_arrived));
   }
   __device__ __forceinline__ uint32_t row(uint32_t slot) const {
     return base + static_cast<uint32_t>(sizeof(Storage)) + slot * T::kRowBytes;
@@ -145,16 +162,14 @@ struct RingAddresses {
 };
 
 template <typename T>
-__device__ __forceinline__ void initialise_barriers(const RingAddresses<T>& shared, uint32_t ring_rows) {
+__device__ __forceinline__ void initialise_barriers(const RingAddresses<T>& shared,
+                                                    uint32_t ring_rows) {
   // One thread of each warp, a few barriers each: initialisations by lanes of one warp would take turns.
   constexpr uint32_t kWarps = T::kBlockSize / 32;
   if (threadIdx.x % 32 == 0) {
     for (uint32_t slot = threadIdx.x / 32; slot < ring_rows; slot += kWarps) {
       ptx::mbarrier_init(shared.full(slot), 1);
       ptx::mbarrier_init(shared.empty(slot), T::kConsumerWarps);
-    }
-    if (threadIdx.x / 32 < kExchangeBuffers) {
-      ptx::mbarrier_init(shared.exchanged(threadIdx.x / 32), T::kConsumerWarps);
     }
     if constexpr (T::kHasOutputNorm) {
       if (threadIdx.x == T::kConsumers) ptx::mbarrier_init(shared.weight_arrived(), 1);
@@ -217,8 +232,13 @@ __device__ __forceinline__ void produce_rows(const ForwardParams& params,
 template <typename T>
 class RingConsumer {
  public:
-  __device__ __forceinline__ RingConsumer(const ForwardParams& params, const RingAddresses<T>& shared)
-      : params_(params), shared_(shared), cursor_(0), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {
+  __device__ __forceinline__ RingConsumer(const ForwardParams& params,
+                                          const RingAddresses<T>& shared)
+      : params_(params),
+        shared_(shared),
+        cursor_(0),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32) {
     const auto* norm_weight = static_cast<const __nv_bfloat16*>(params.norm_weight);
     const auto* qk_weight = static_cast<const __nv_bfloat16*>(params.qk_weight);
 #pragma unroll
@@ -226,30 +246,43 @@ class RingConsumer {
       const uint4 norm = ptx::load_read_only(norm_weight + column(k));
       const uint4 qk = ptx::load_read_only(qk_weight + column(k));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) query_[4 * k + i] = mul2(unpack(word(norm, i)), unpack(word(qk, i)));
+      for (int i = 0; i < 4; ++i)
+        query_[4 * k + i] = mul2(unpack(word(norm, i)), unpack(word(qk, i)));
+      if constexpr (T::Policy::kQueryInShared) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 a = query_[4 * k + 2 * half], b = query_[4 * k + 2 * half + 1];
+          ptx::store_shared(shared_.query(k, half), make_float4(a.x, a.y, b.x, b.y));
+        }
+      }
     }
   }
 
   __device__ __forceinline__ void run() {
     const int32_t entries = params_.num_tokens / T::kPrefixes;
     uint4 prefix_rows[T::kPrefixes][T::kVectors];
-    int32_t unfinished = -1;  // the entry whose last exchange is published and not yet settled
+    int32_t unfinished = -1;  // the entry whose prefix sums are published and not yet settled
     for (int32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
-      uint4 chunks[2][T::kRowsPerStage][T::kVectors];
-      mix_bank<0>(chunks, prefix_rows, unfinished);
-      take_prefixes(entry, chunks, prefix_rows);
+      mix_bank<0>(prefix_rows, unfinished);
+      take_prefixes(entry, prefix_rows);
       unfinished = entry;
-      if constexpr (!kDefersOutput) finish(unfinished, prefix_rows);
+      if constexpr (!kDefersOutput) {
+        meet();
+        finish(entry, prefix_rows);
+      }
     }
-    if (kDefersOutput && unfinished >= 0) finish(unfinished, prefix_rows);
+    if (kDefersOutput && unfinished >= 0) {
+      meet();
+      finish(unfinished, prefix_rows);
+    }
   }
 
  private:
   static constexpr bool kDefersOutput = T::Policy::kDefersOutput && T::kChunks > 0;
 
   template <int CHUNK>
-  static constexpr int kRowsOf = CHUNK < T::kChunks - 1 ? T::kRowsPerStage
-                                                        : T::kBankRows - CHUNK * T::kRowsPerStage;
+  static constexpr int kRowsOf =
+      CHUNK < T::kChunks - 1 ? T::kRowsPerStage : T::kBankRows - CHUNK * T::kRowsPerStage;
 
   __device__ __forceinline__ int column(int k) const {
     return (k * T::kConsumers + static_cast<int>(threadIdx.x)) * 8;
@@ -257,42 +290,45 @@ class RingConsumer {
 
   // --- ring ----------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void await_row() {
+  // Waits for the row under the cursor, moves it to registers and goes on to the next.
+  __device__ __forceinline__ void take_row(uint4 (&row)[T::kVectors]) {
     ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);
-  }
-  __device__ __forceinline__ uint4 vector_of_row(int k) const {
-    return ptx::load_shared(shared_.row(cursor_.slot) + column(k) * 2);
-  }
-  __device__ __forceinline__ void release_row() {
-    __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(shared_.empty(cursor_.slot));
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) {
+      row[k] = ptx::load_shared(shared_.row(cursor_.slot) + column(k) * 2);
+    }
     cursor_.advance(params_.ring_rows);
+  }
+
+  // Hands `count` slots from `first` back to the producer, once the whole warp has read them.
+  __device__ __forceinline__ void release_rows(RingCursor first, int count) const {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane_ == 0) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        ptx::mbarrier_arrive(shared_.empty(first.slot));
+        first.advance(params_.ring_rows);
+      }
+    }
   }
 
   // --- exchange of partial sums ------------------------------------------------------------------
 
   template <int V>
-  __device__ __forceinline__ void publish(float (&sums)[V]) {
+  __device__ __forceinline__ void publish(float (&sums)[V], uint32_t buffer) const {
     const int index = transposed_index<V>(lane_);
     const float sum = transposed_sum<V>(sums, lane_);
-    const uint32_t buffer = published_ % kExchangeBuffers;
-    if (index >= 0) {
-      ptx::store_shared(shared_.partial_sums(buffer, index) + warp_ * 4, sum);
-    }
-    __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(shared_.exchanged(buffer));
-    ++published_;
+    if (index >= 0) ptx::store_shared(buffer + index * 32 + warp_ * 4, sum);
   }
 
+  // What any consumer published before is visible to all after.
+  __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(1, T::kConsumers); }
+
   template <int V>
-  __device__ __forceinline__ void settle(float (&sums)[V]) {
-    const uint32_t buffer = settled_ % kExchangeBuffers;
-    ptx::mbarrier_wait(shared_.exchanged(buffer), settled_ / kExchangeBuffers % 2);
-    ++settled_;
+  __device__ __forceinline__ void settle(float (&sums)[V], uint32_t buffer) const {
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      sums[i] = sum_of_warps(shared_.partial_sums(buffer, i));
-    }
+    for (int i = 0; i < V; ++i) sums[i] = sum_of_warps(buffer + i * 32);
   }
 
   // Seven warps' values, in an order that never changes.
@@ -308,18 +344,18 @@ class RingConsumer {
 
   // --- phases ------------------------------------------------------------------------------------
 
-  // Loads chunk CHUNK and publishes its sums, settles what was published before, and goes on to the next.
-  template <int CHUNK, typename Chunks, typename Prefixes>
-  __device__ __forceinline__ void mix_bank(Chunks& chunks, Prefixes& prefix_rows, int32_t& unfinished) {
+  // Mixes the entry's bank rows, chunk by chunk, and finishes the entry before under the first.
+  template <int CHUNK, typename Prefixes>
+  __device__ __forceinline__ void mix_bank(Prefixes& prefix_rows, int32_t unfinished) {
     if constexpr (CHUNK < T::kChunks) {
-      reduce_chunk<CHUNK>(chunks[CHUNK % 2]);
+      uint4 rows[T::kRowsPerStage][T::kVectors];
+      reduce_chunk<CHUNK>(rows);
+      meet();
       if constexpr (CHUNK == 0) {
         if (kDefersOutput && unfinished >= 0) finish(unfinished, prefix_rows);
-      } else if constexpr (T::Policy::kPipelinesChunks) {
-        mix_chunk<CHUNK - 1>(chunks[(CHUNK - 1) % 2]);
       }
-      if constexpr (!T::Policy::kPipelinesChunks) mix_chunk<CHUNK>(chunks[CHUNK % 2]);
-      mix_bank<CHUNK + 1>(chunks, prefix_rows, unfinished);
+      mix_chunk<CHUNK>(rows);
+      mix_bank<CHUNK + 1>(prefix_rows, unfinished);
     }
   }
 
@@ -327,38 +363,63 @@ class RingConsumer {
   __device__ __forceinline__ void reduce_chunk(uint4 (&rows)[T::kRowsPerStage][T::kVectors]) {
     constexpr int kRows = kRowsOf<CHUNK>;
     float sums[2 * kRows];
+    const RingCursor first = cursor_;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      await_row();
-#pragma unroll
-      for (int k = 0; k < T::kVectors; ++k) rows[r][k] = vector_of_row(k);
-      release_row();
-      square_and_dot(rows[r], sums[2 * r], sums[2 * r + 1]);
-    }
-    publish(sums);
+    for (int r = 0; r < kRows; ++r) take_row(rows[r]);
+    release_rows(first, kRows);
+    square_and_dot<kRows, 2>(rows, sums);
+    publish(sums, shared_.chunk_sums(chunk_buffer_));
   }
 
-  __device__ __forceinline__ void square_and_dot(const uint4 (&row)[T::kVectors], float& square_sum,
-                                                 float& dot) const {
-    float2 squares = make_float2(0.0f, 0.0f), dots = make_float2(0.0f, 0.0f);
+  // sums[STRIDE r] = v.v and sums[STRIDE r + 1] = v.q over this thread's columns of row r.
+  template <int ROWS, int STRIDE, int SIZE, int V>
+  __device__ __forceinline__ void square_and_dot(const uint4 (&rows)[SIZE][T::kVectors],
+                                                 float (&sums)[V]) const {
+    float2 squares[ROWS], dots[ROWS];
 #pragma unroll
-    for (int i = 0; i < T::kPairs; ++i) {
-      const float2 v = unpack(word(row[i / 4], i % 4));
-      squares = fma2(v, v, squares);
-      dots = fma2(v, query_[i], dots);
+    for (int r = 0; r < ROWS; ++r) squares[r] = dots[r] = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int k = 0; k < T::kVectors; ++k) {
+      float2 query[4];
+      load_query(k, query);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = unpack(word(rows[r][k], i));
+          squares[r] = fma2(v, v, squares[r]);
+          dots[r] = fma2(v, query[i], dots[r]);
+        }
+      }
     }
-    square_sum = squares.x + squares.y;
-    dot = dots.x + dots.y;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      sums[STRIDE * r] = squares[r].x + squares[r].y;
+      sums[STRIDE * r + 1] = dots[r].x + dots[r].y;
+    }
   }
 
-  // Folds a published chunk into the online softmax.
+  __device__ __forceinline__ void load_query(int k, float2 (&query)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (T::Policy::kQueryInShared) {
+        const float4 four = ptx::load_shared_float4(shared_.query(k, half));
+        query[2 * half] = make_float2(four.x, four.y);
+        query[2 * half + 1] = make_float2(four.z, four.w);
+      } else {
+        query[2 * half] = query_[4 * k + 2 * half];
+        query[2 * half + 1] = query_[4 * k + 2 * half + 1];
+      }
+    }
+  }
+
+  // Folds a chunk that everybody has published into the online softmax.
   template <int CHUNK>
   __device__ __forceinline__ void mix_chunk(uint4 (&rows)[T::kRowsPerStage][T::kVectors]) {
     constexpr int kRows = kRowsOf<CHUNK>;
     float sums[2 * kRows], scores[kRows];
-    settle(sums);
-#pragma unroll
-    for (int i = 0; i < kRows * T::kVectors; ++i) ptx::forget(rows[i / T::kVectors][i % T::kVectors]);
+    settle(sums, shared_.chunk_sums(chunk_buffer_));
+    chunk_buffer_ ^= 1;
     float chunk_max = -INFINITY;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -373,7 +434,8 @@ class RingConsumer {
       max_ = chunk_max;
       sum_ *= correction;
 #pragma unroll
-      for (int i = 0; i < T::kPairs; ++i) mixed_[i] = mul2(mixed_[i], make_float2(correction, correction));
+      for (int i = 0; i < T::kPairs; ++i)
+        mixed_[i] = mul2(mixed_[i], make_float2(correction, correction));
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -381,74 +443,70 @@ class RingConsumer {
       sum_ += weight;
 #pragma unroll
       for (int i = 0; i < T::kPairs; ++i) {
-        const float2 v = unpack(word(rows[r][i / 4], i % 4));
+        const float2 v = unpack_anew(word(rows[r][i / 4], i % 4));
         const float2 w = make_float2(weight, weight);
         mixed_[i] = CHUNK == 0 && r == 0 ? mul2(w, v) : fma2(w, v, mixed_[i]);
       }
     }
   }
 
-  // Updates the entry's prefixes, writes them where they go, and publishes the last exchange.
-  template <typename Chunks, typename Prefixes>
-  __device__ __forceinline__ void take_prefixes(int32_t entry, Chunks& chunks, Prefixes& prefix_rows) {
+  // Updates the entry's prefixes, writes them where they go, and publishes their sums.
+  template <typename Prefixes>
+  __device__ __forceinline__ void take_prefixes(int32_t entry, Prefixes& prefix_rows) {
     float sums[T::kPrefixSums];
-    if constexpr (T::kChunks > 0 && T::Policy::kPipelinesChunks && T::Policy::kSettleBeforePrefix) {
-      mix_chunk<T::kChunks - 1>(chunks[(T::kChunks - 1) % 2]);
-    }
 #pragma unroll
     for (int b = 0; b < T::kPrefixes; ++b) {
       load_prefix(entry * T::kPrefixes + b, prefix_rows[b]);
       if constexpr (!T::kStaticCommonPath) {
         if (params_.block_write_idx >= 0) write_bank_row(entry, prefix_rows[b]);
       }
-      if constexpr (!T::kCopiesPrefix) {
-        square_and_dot(prefix_rows[b], sums[T::kSumsPerPrefix * b], sums[T::kSumsPerPrefix * b + 1]);
-      }
     }
+    if constexpr (!T::kCopiesPrefix)
+      square_and_dot<T::kPrefixes, T::kSumsPerPrefix>(prefix_rows, sums);
     if constexpr (T::kChunks > 0) {
-      if constexpr (T::Policy::kPipelinesChunks && !T::Policy::kSettleBeforePrefix) {
-        mix_chunk<T::kChunks - 1>(chunks[(T::kChunks - 1) % 2]);
-      }
       float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int i = 0; i < T::kPairs; ++i) squares = fma2(mixed_[i], mixed_[i], squares);
       sums[T::kPrefixSums - 1] = squares.x + squares.y;
 #pragma unroll
       for (int b = 0; b < T::kPrefixes; ++b) {
-#pragma unroll
-        for (int k = 0; k < T::kVectors; ++k) ptx::forget(prefix_rows[b][k]);
         float2 dots = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < T::kPairs; ++i) {
-          dots = fma2(unpack(word(prefix_rows[b][i / 4], i % 4)), mixed_[i], dots);
+          dots = fma2(unpack_anew(word(prefix_rows[b][i / 4], i % 4)), mixed_[i], dots);
         }
         sums[T::kSumsPerPrefix * b + 2] = dots.x + dots.y;
       }
     }
-    if constexpr (!T::kCopiesPrefix) publish(sums);
+    if constexpr (!T::kCopiesPrefix) {
+      prefix_buffer_ ^= 1;
+      publish(sums, shared_.prefix_sums(prefix_buffer_));
+    }
   }
 
   __device__ __forceinline__ void load_prefix(int32_t token, uint4 (&row)[T::kVectors]) {
-    await_row();
-#pragma unroll
-    for (int k = 0; k < T::kVectors; ++k) row[k] = vector_of_row(k);
-    release_row();
+    const RingCursor first = cursor_;
+    take_row(row);
     if (T::kStaticCommonPath || params_.delta != nullptr) {
-      auto* prefix = static_cast<__nv_bfloat16*>(params_.prefix) + int64_t{token} * params_.prefix_stride;
-      await_row();
+      uint4 delta[T::kVectors];
+      take_row(delta);
+      release_rows(first, 2);
+      auto* prefix =
+          static_cast<__nv_bfloat16*>(params_.prefix) + int64_t{token} * params_.prefix_stride;
 #pragma unroll
       for (int k = 0; k < T::kVectors; ++k) {
-        const uint4 delta = vector_of_row(k);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word(row[k], i) = add(word(row[k], i), word(delta, i));
+        for (int i = 0; i < 4; ++i) word(row[k], i) = add(word(row[k], i), word(delta[k], i));
         ptx::store_global(prefix + column(k), row[k]);
       }
-      release_row();
+    } else {
+      release_rows(first, 1);
     }
   }
 
   // Every bank row of the entry has been read by now: the whole ring order lies before the prefix.
-  __device__ __forceinline__ void write_bank_row(int32_t entry, const uint4 (&row)[T::kVectors]) const {
+  __device__ __forceinline__ void write_bank_row(int32_t entry,
+                                                 const uint4 (&row)[T::kVectors]) const {
     auto* destination = static_cast<__nv_bfloat16*>(params_.blocks) +
                         int64_t{entry} * params_.blocks_token_stride +
                         params_.block_write_idx * params_.blocks_row_stride;
@@ -456,7 +514,7 @@ class RingConsumer {
     for (int k = 0; k < T::kVectors; ++k) ptx::store_global(destination + column(k), row[k]);
   }
 
-  // Settles the last exchange of an entry and writes its outputs.
+  // Settles the prefix sums of an entry and writes its outputs.
   template <typename Prefixes>
   __device__ __forceinline__ void finish(int32_t entry, Prefixes& prefix_rows) {
     if constexpr (T::kCopiesPrefix) {
@@ -464,15 +522,14 @@ class RingConsumer {
       for (int b = 0; b < T::kPrefixes; ++b) {
         auto* output = output_row(entry * T::kPrefixes + b);
 #pragma unroll
-        for (int k = 0; k < T::kVectors; ++k) ptx::store_global(output + column(k), prefix_rows[b][k]);
+        for (int k = 0; k < T::kVectors; ++k)
+          ptx::store_global(output + column(k), prefix_rows[b][k]);
       }
     } else {
       float sums[T::kPrefixSums];
-      settle(sums);
+      settle(sums, shared_.prefix_sums(prefix_buffer_));
 #pragma unroll
       for (int b = 0; b < T::kPrefixes; ++b) {
-#pragma unroll
-        for (int k = 0; k < T::kVectors; ++k) ptx::forget(prefix_rows[b][k]);
         finish_prefix(entry * T::kPrefixes + b, prefix_rows[b], &sums[T::kSumsPerPrefix * b],
                       sums[T::kPrefixSums - 1]);
       }
@@ -512,7 +569,7 @@ class RingConsumer {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float2 value = mul2(make_float2(prefix_share, prefix_share), unpack(word(row[k], i)));
+        float2 value = mul2(make_float2(prefix_share, prefix_share), unpack_anew(word(row[k], i)));
         if constexpr (T::kChunks > 0) {
           value = fma2(make_float2(mixed_share, mixed_share), mixed_[4 * k + i], value);
         }
@@ -530,7 +587,7 @@ class RingConsumer {
   // |mixed_share mixed + prefix_share p|^2 from its elements. Every consumer comes here or none: the
   // decision rests on sums that all of them computed alike.
   __device__ __forceinline__ float exact_square(const uint4 (&row)[T::kVectors], float mixed_share,
-                                             float prefix_share) {
+                                                float prefix_share) {
     float sums[1];
     float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -543,9 +600,9 @@ class RingConsumer {
     sums[0] = squares.x + squares.y;
     const float sum = transposed_sum<1>(sums, lane_);
     if (lane_ == 0) ptx::store_shared(shared_.exact_squares() + warp_ * 4, sum);
-    ptx::named_barrier_sync(1, T::kConsumers);
+    meet();
     const float square = sum_of_warps(shared_.exact_squares());
-    ptx::named_barrier_sync(1, T::kConsumers);  // everybody has read before anybody writes again
+    meet();  // everybody has read before anybody writes again
     return square;
   }
 
@@ -553,7 +610,7 @@ class RingConsumer {
   const RingAddresses<T> shared_;
   RingCursor cursor_;
   const uint32_t lane_, warp_;
-  uint32_t published_ = 0, settled_ = 0;
+  uint32_t chunk_buffer_ = 0, prefix_buffer_ = 0;
   float2 query_[T::kPairs];  // norm_weight * qk_weight
   float2 mixed_[T::kPairs];  // sum of weight_i v_i over the bank rows so far
   float max_, sum_;          // of the online softmax, scores in powers of two
@@ -584,6 +641,10 @@ const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::k
     RingPolicy<H, N, NC, B>::kMaxCtasPerSm;
 
 template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
+const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kMaxRingRows =
+    RingPolicy<H, N, NC, B>::kMaxRingRows;
+
+template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
 const uint32_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::kFixedSharedMemory =
     sizeof(RingSharedStorage<RingTraits<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>>);
 
@@ -606,8 +667,8 @@ cudaError_t RingInstance<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>::laun
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = shape.programmatic ? 1 : 0;
-  return cudaLaunchKernelEx(&config,
-                            &forward_ring_kernel<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>, params);
+  return cudaLaunchKernelEx(
+      &config, &forward_ring_kernel<H, N, NC, B, HAS_OUTPUT_NORM, STATIC_COMMON_PATH>, params);
 }
 
 }  // namespace attnres

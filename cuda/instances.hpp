@@ -45,8 +45,10 @@ template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_
 struct RingInstance {
   static const uint32_t kBlockSize;
   static const uint32_t kMaxCtasPerSm;
+  static const uint32_t kMaxRingRows;
   static const uint32_t kFixedSharedMemory;  // bytes beside the row slots
-  static cudaError_t launch(const ForwardParams& params, const LaunchShape& shape, cudaStream_t stream);
+  static cudaError_t launch(const ForwardParams& params, const LaunchShape& shape,
+                            cudaStream_t stream);
   static const void* function();  // handle for cudaFuncGetAttributes and cudaFuncSetAttribute
 };
 
@@ -54,7 +56,8 @@ struct RingInstance {
 template <int H, int N, int CLUSTER, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
 struct ClusterInstance {
   static const uint32_t kBlockSize;
-  static cudaError_t launch(const ForwardParams& params, const LaunchShape& shape, cudaStream_t stream);
+  static cudaError_t launch(const ForwardParams& params, const LaunchShape& shape,
+                            cudaStream_t stream);
   static const void* function();
 };
 

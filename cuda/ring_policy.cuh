@@ -10,22 +10,18 @@ struct RingPolicy {
   // Seven consumer warps of 32 elements a thread: one 14,336-byte row is 4 loads of 16 bytes a thread.
   static constexpr int kConsumerWarps = 7;
 
-  // NC = 1 leaves room for two blocks per SM (128 registers a thread), NC > 1 keeps two chunks in
-  // registers instead.
-  static constexpr int kMaxCtasPerSm = NC == 1 && B == 1 ? 2 : 1;
+  // Two blocks per SM hide each other's exchanges, with 128 registers a thread; three rows, or two prefix
+  // rows, beside the weighted sum need more.
+  static constexpr int kMaxCtasPerSm = NC <= 2 && B == 1 ? 2 : 1;
 
-  // Row slots are worth no more than this: 16 rows of 14,336 bytes fill the 227 KB of an SM.
-  static constexpr int kMaxRingRows = 16;
+  // norm_weight * qk_weight in shared memory frees 32 registers for two row slots.
+  static constexpr bool kQueryInShared = NC <= 2 || B > 1;
 
-  // Whether the last chunk of bank rows is settled before the prefix row is awaited. It exposes one
-  // exchange when rows are already there, and hides one when the prefix is still on its way.
-  static constexpr bool kSettleBeforePrefix = NC != 2;
-
-  // Whether a chunk is settled only after the next one was reduced.
-  static constexpr bool kPipelinesChunks = NC == 2;
+  // Row slots are worth no more than this.
+  static constexpr int kMaxRingRows = kMaxCtasPerSm == 2 ? 8 : 16;
 
   // Whether an entry's output is finished under the next entry's first chunk.
-  static constexpr bool kDefersOutput = NC > 1 && B == 1;
+  static constexpr bool kDefersOutput = B == 1 && NC != 2;
 };
 
 }  // namespace attnres

@@ -22,7 +22,8 @@ struct DeviceState {
   std::once_flag probed;
   attnres_probe_info info{};
   std::mutex preparing;
-  std::unique_ptr<std::atomic<bool>[]> ready = std::make_unique<std::atomic<bool>[]>(instances().size());
+  std::unique_ptr<std::atomic<bool>[]> ready =
+      std::make_unique<std::atomic<bool>[]>(instances().size());
 };
 
 // One state per ordinal, made when it is first asked for and kept until the process ends: a kernel may be
@@ -30,8 +31,8 @@ struct DeviceState {
 DeviceState& state_of(int device) {
   static std::array<std::atomic<DeviceState*>, kMaxDevices> states{};
   if (device < 0 || device >= kMaxDevices) {
-    fail(ATTNRES_INVALID_ARGUMENT,
-         "device: expected 0 <= device < " + std::to_string(kMaxDevices) + ", got " + std::to_string(device));
+    fail(ATTNRES_INVALID_ARGUMENT, "device: expected 0 <= device < " + std::to_string(kMaxDevices) +
+                                       ", got " + std::to_string(device));
   }
   DeviceState* state = states[device].load(std::memory_order_acquire);
   if (state == nullptr) {
@@ -112,8 +113,8 @@ void fill_probe(attnres_probe_info& info) {
     return;
   }
   if (info.device >= count) {
-    set_text(info.reason,
-             "no CUDA device " + std::to_string(info.device) + ": " + std::to_string(count) + " visible");
+    set_text(info.reason, "no CUDA device " + std::to_string(info.device) + ": " +
+                              std::to_string(count) + " visible");
     return;
   }
   info.compute_major = attribute_of(cudaDevAttrComputeCapabilityMajor, info.device);
@@ -124,9 +125,9 @@ void fill_probe(attnres_probe_info& info) {
   set_text(info.device_name, properties.name);
   const char* target = target_for(info.compute_major, info.compute_minor);
   if (target == nullptr) {
-    set_text(info.reason, "no kernel for compute capability " + std::to_string(info.compute_major) + "." +
-                              std::to_string(info.compute_minor) + ": this library was built for " +
-                              built_targets());
+    set_text(info.reason, "no kernel for compute capability " + std::to_string(info.compute_major) +
+                              "." + std::to_string(info.compute_minor) +
+                              ": this library was built for " + built_targets());
     return;
   }
   // The runtime has the last word on whether a kernel exists for this device.
@@ -221,8 +222,9 @@ int num_permutations() { return static_cast<int>(instances().size()); }
 
 attnres_permutation get_permutation(int index) {
   if (index < 0 || index >= num_permutations()) {
-    fail(ATTNRES_INVALID_ARGUMENT, "index: expected 0 <= index < " + std::to_string(num_permutations()) +
-                                       ", got " + std::to_string(index));
+    fail(ATTNRES_INVALID_ARGUMENT, "index: expected 0 <= index < " +
+                                       std::to_string(num_permutations()) + ", got " +
+                                       std::to_string(index));
   }
   return instances()[index].permutation;
 }

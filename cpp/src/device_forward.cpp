@@ -26,7 +26,8 @@ const attnres_probe_info& require_native(int device) {
 
 void require_tokens(const attnres_forward_args& args) {
   if (args.num_tokens == 0) {
-    fail(ATTNRES_INVALID_ARGUMENT, "num_tokens: expected at least 1 for a plan, got 0 (nothing is launched)");
+    fail(ATTNRES_INVALID_ARGUMENT,
+         "num_tokens: expected at least 1 for a plan, got 0 (nothing is launched)");
   }
 }
 
@@ -76,8 +77,9 @@ attnres_plan_info plan_for(const attnres_forward_args& args, int compute_major, 
   }
   if (target_for(compute_major, compute_minor) == nullptr) {
     fail(ATTNRES_UNSUPPORTED, "compute capability: expected one that this library was built for (" +
-                                  std::string(built_targets()) + "), got " + std::to_string(compute_major) +
-                                  "." + std::to_string(compute_minor));
+                                  std::string(built_targets()) + "), got " +
+                                  std::to_string(compute_major) + "." +
+                                  std::to_string(compute_minor));
   }
   return plan_info(make_plan(args, compute_major, num_sms));
 }

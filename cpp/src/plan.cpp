@@ -18,27 +18,27 @@ namespace {
 constexpr int64_t kSharedMemoryPerSm = 233472;
 constexpr int64_t kReservedPerBlock = 1024;
 constexpr int64_t kMaxPerBlock = kSharedMemoryPerSm - kReservedPerBlock;
-constexpr int64_t kMaxRingRows = 16;  // as RingPolicy::kMaxRingRows
 
-PlanRow choose_row(const attnres_forward_args& args, int64_t entries, int prefixes, int compute_major,
-                   int num_sms) {
-  const std::span<const PlanRow> table =
-      compute_major >= 10 ? std::span<const PlanRow>(kBlackwellPlan) : std::span<const PlanRow>(kHopperPlan);
+PlanRow choose_row(const attnres_forward_args& args, int64_t entries, int prefixes,
+                   int compute_major, int num_sms) {
+  const std::span<const PlanRow> table = compute_major >= 10
+                                             ? std::span<const PlanRow>(kBlackwellPlan)
+                                             : std::span<const PlanRow>(kHopperPlan);
   const double entries_per_sm = static_cast<double>(entries) / num_sms;
   const bool wants_ring = args.kernel == ATTNRES_KERNEL_RING || args.rows_per_stage != 0 ||
                           args.ctas_per_sm != 0 || prefixes > 1;
   const bool wants_cluster = args.kernel == ATTNRES_KERNEL_CLUSTER || args.cluster_size != 0;
-  PlanRow row = table.back();
+  const Reads reads = args.pdl == ATTNRES_PDL_EARLY ? Reads::kEarly : Reads::kAfterWait;
+  const auto serves = [&](const PlanRow& row) {
+    return (row.reads == Reads::kAny || row.reads == reads) &&
+           (row.kernel == ATTNRES_KERNEL_RING ? !wants_cluster : !wants_ring);
+  };
+  // A batch beyond every row of the kernel that was asked for takes that kernel's last row.
+  PlanRow row = cluster_row(Reads::kAny, kUnbounded, 2);
   for (const PlanRow& candidate : table) {
-    const bool kernel_fits = candidate.kernel == ATTNRES_KERNEL_RING ? !wants_cluster : !wants_ring;
-    if (args.num_blocks + 1 <= candidate.max_sources && entries_per_sm <= candidate.max_entries_per_sm &&
-        kernel_fits) {
-      row = candidate;
-      break;
-    }
-  }
-  if (wants_cluster && row.kernel != ATTNRES_KERNEL_CLUSTER) {
-    row = {9, kAny, ATTNRES_KERNEL_CLUSTER, 0, 0, 7};
+    if (!serves(candidate)) continue;
+    row = candidate;
+    if (entries_per_sm <= candidate.max_entries_per_sm) break;
   }
   if (args.rows_per_stage != 0) row.rows_per_stage = args.rows_per_stage;
   if (args.cluster_size != 0) row.cluster_size = args.cluster_size;
@@ -48,8 +48,9 @@ PlanRow choose_row(const attnres_forward_args& args, int64_t entries, int prefix
 
 std::string describe(const attnres_permutation& p) {
   std::string text = p.kernel == ATTNRES_KERNEL_RING ? "ring kernel" : "cluster kernel";
-  text += " with hidden_size " + std::to_string(p.hidden_size) + ", " + std::to_string(p.num_sources) +
-          " sources, " + std::to_string(p.prefixes_per_row) + " prefixes per bank row";
+  text += " with hidden_size " + std::to_string(p.hidden_size) + ", " +
+          std::to_string(p.num_sources) + " sources, " + std::to_string(p.prefixes_per_row) +
+          " prefixes per bank row";
   text += p.kernel == ATTNRES_KERNEL_RING ? ", rows_per_stage " + std::to_string(p.rows_per_stage)
                                           : ", cluster_size " + std::to_string(p.cluster_size);
   return text;
@@ -68,7 +69,8 @@ void refuse(const attnres_permutation& wanted) {
     fail(ATTNRES_UNSUPPORTED, "hidden_size: expected one that is compiled (" + sizes + "), got " +
                                   std::to_string(wanted.hidden_size));
   }
-  fail(ATTNRES_UNSUPPORTED, "permutation: expected one that is compiled, got the " + describe(wanted));
+  fail(ATTNRES_UNSUPPORTED,
+       "permutation: expected one that is compiled, got the " + describe(wanted));
 }
 
 }  // namespace
@@ -80,13 +82,16 @@ Plan make_plan(const attnres_forward_args& args, int compute_major, int num_sms)
     fail(ATTNRES_UNSUPPORTED, "num_tokens: expected at most 2147483647 on a device, got " +
                                   std::to_string(args.num_tokens));
   }
-  if (args.kernel == ATTNRES_KERNEL_CLUSTER && (args.rows_per_stage != 0 || args.ctas_per_sm != 0)) {
+  if (args.kernel == ATTNRES_KERNEL_CLUSTER &&
+      (args.rows_per_stage != 0 || args.ctas_per_sm != 0)) {
     fail(ATTNRES_UNSUPPORTED,
-         "kernel: expected the ring kernel with rows_per_stage or ctas_per_sm, got the cluster kernel");
+         "kernel: expected the ring kernel with rows_per_stage or ctas_per_sm, got the cluster "
+         "kernel");
   }
   if (args.cluster_size != 0 &&
       (args.kernel == ATTNRES_KERNEL_RING || args.rows_per_stage != 0 || args.ctas_per_sm != 0)) {
-    fail(ATTNRES_UNSUPPORTED, "kernel: expected the cluster kernel with cluster_size, got the ring kernel");
+    fail(ATTNRES_UNSUPPORTED,
+         "kernel: expected the cluster kernel with cluster_size, got the ring kernel");
   }
   const int prefixes_per_row = static_cast<int>(std::min<int64_t>(prefixes, 31));
   const PlanRow row = choose_row(args, entries, prefixes_per_row, compute_major, num_sms);
@@ -105,12 +110,17 @@ Plan make_plan(const attnres_forward_args& args, int compute_major, int num_sms)
   const Instance* instance = find_instance(wanted);
   if (instance == nullptr) refuse(wanted);
 
-  Plan plan{.instance = instance, .grid_size = 0, .shared_memory_bytes = 0, .ctas_per_sm = 0, .ring_rows = 0};
+  Plan plan{.instance = instance,
+            .grid_size = 0,
+            .shared_memory_bytes = 0,
+            .ctas_per_sm = 0,
+            .ring_rows = 0};
   if (!ring) {
     if (entries * row.cluster_size > std::numeric_limits<int32_t>::max()) {
-      fail(ATTNRES_UNSUPPORTED, "num_tokens: expected at most " +
-                                    std::to_string(std::numeric_limits<int32_t>::max() / row.cluster_size) +
-                                    " for the cluster kernel, got " + std::to_string(args.num_tokens));
+      fail(ATTNRES_UNSUPPORTED,
+           "num_tokens: expected at most " +
+               std::to_string(std::numeric_limits<int32_t>::max() / row.cluster_size) +
+               " for the cluster kernel, got " + std::to_string(args.num_tokens));
     }
     plan.grid_size = static_cast<uint32_t>(entries * row.cluster_size);
     return plan;
@@ -122,7 +132,8 @@ Plan make_plan(const attnres_forward_args& args, int compute_major, int num_sms)
                                   std::to_string(args.ctas_per_sm));
   }
   plan.ctas_per_sm = std::min(row.ctas_per_sm, max_ctas);
-  plan.grid_size = static_cast<uint32_t>(std::min<int64_t>(entries, int64_t{num_sms} * plan.ctas_per_sm));
+  plan.grid_size =
+      static_cast<uint32_t>(std::min<int64_t>(entries, int64_t{num_sms} * plan.ctas_per_sm));
   // As many row slots as fit, and no more than the rows a block will ever ask for: what a small batch
   // leaves free, the next kernel can use.
   const int64_t row_bytes = args.hidden_size * 2;
@@ -131,8 +142,8 @@ Plan make_plan(const attnres_forward_args& args, int compute_major, int num_sms)
   const int64_t rows_per_entry = args.num_blocks + (args.delta != nullptr ? 2 : 1) * prefixes;
   const int64_t entries_per_block = (entries + plan.grid_size - 1) / plan.grid_size;
   plan.ring_rows = static_cast<int32_t>(
-      std::min({(budget - *instance->fixed_shared_memory) / row_bytes, rows_per_entry * entries_per_block,
-                kMaxRingRows}));
+      std::min({(budget - *instance->fixed_shared_memory) / row_bytes,
+                rows_per_entry * entries_per_block, int64_t{*instance->max_ring_rows}}));
   plan.shared_memory_bytes =
       static_cast<uint32_t>(*instance->fixed_shared_memory + plan.ring_rows * row_bytes);
   return plan;

@@ -25,6 +25,7 @@ constexpr Instance ring_instance() {
           .launch = &Ring::launch,
           .block_size = &Ring::kBlockSize,
           .max_ctas_per_sm = &Ring::kMaxCtasPerSm,
+          .max_ring_rows = &Ring::kMaxRingRows,
           .fixed_shared_memory = &Ring::kFixedSharedMemory};
 }
 
@@ -44,11 +45,13 @@ constexpr Instance cluster_instance() {
           .launch = &Cluster::launch,
           .block_size = &Cluster::kBlockSize,
           .max_ctas_per_sm = nullptr,
+          .max_ring_rows = nullptr,
           .fixed_shared_memory = nullptr};
 }
 
 #define ATTNRES_RING(H, N, NC, B, NORM, STATIC) ring_instance<H, N, NC, B, NORM, STATIC>(),
-#define ATTNRES_CLUSTER(H, N, CLUSTER, NORM, STATIC) cluster_instance<H, N, CLUSTER, NORM, STATIC>(),
+#define ATTNRES_CLUSTER(H, N, CLUSTER, NORM, STATIC) \
+  cluster_instance<H, N, CLUSTER, NORM, STATIC>(),
 constexpr auto kInstances = std::to_array<Instance>({
 #include "registry.inc"
 });
@@ -61,8 +64,8 @@ constexpr std::string_view kBuiltTargets =
 
 constexpr uint64_t key(const attnres_permutation& p) {
   uint64_t key = static_cast<uint64_t>(p.hidden_size);
-  for (const int32_t field : {p.kernel, p.num_sources, p.rows_per_stage, p.prefixes_per_row,
-                              p.cluster_size}) {
+  for (const int32_t field :
+       {p.kernel, p.num_sources, p.rows_per_stage, p.prefixes_per_row, p.cluster_size}) {
     key = key << 5 | static_cast<uint64_t>(field & 31);
   }
   return key << 2 | static_cast<uint64_t>(p.has_output_norm << 1 | p.static_common_path);
@@ -76,7 +79,8 @@ constexpr auto kIndex = [] {
   return index;
 }();
 static_assert(std::adjacent_find(kIndex.begin(), kIndex.end(),
-                                 [](auto& a, auto& b) { return a.first == b.first; }) == kIndex.end(),
+                                 [](auto& a, auto& b) { return a.first == b.first; }) ==
+                  kIndex.end(),
               "cuda/instances.cmake names a permutation twice");
 
 struct Target {

@@ -16,6 +16,7 @@ struct Instance {
   cudaError_t (*launch)(const ForwardParams&, const LaunchShape&, cudaStream_t);
   const uint32_t* block_size;
   const uint32_t* max_ctas_per_sm;      // ring kernel only
+  const uint32_t* max_ring_rows;        // ring kernel only
   const uint32_t* fixed_shared_memory;  // ring kernel only
 };
 

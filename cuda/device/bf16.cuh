@@ -13,6 +13,13 @@ __device__ __forceinline__ float2 unpack(uint32_t word) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
+// The same by byte permutation. The compiler does not see that both are equal: it unpacks a row anew where
+// the row is used again, instead of carrying the unpacked row, twice the registers, from use to use.
+__device__ __forceinline__ float2 unpack_anew(uint32_t word) {
+  return make_float2(__uint_as_float(__byte_perm(word, 0, 0x1044)),
+                     __uint_as_float(__byte_perm(word, 0, 0x3244)));
+}
+
 // Two float32 rounded to nearest even and packed.
 __device__ __forceinline__ uint32_t pack(float2 value) {
   const __nv_bfloat162 rounded = __float22bfloat162_rn(value);
@@ -22,8 +29,8 @@ __device__ __forceinline__ uint32_t pack(float2 value) {
 // Element-wise sum of two words, one rounding each: the exact sum of two bfloat16 is either a float32 or
 // far from a tie, so this equals rounding the float32 sum.
 __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
-  const __nv_bfloat162 sum =
-      __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+  const __nv_bfloat162 sum = __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                     *reinterpret_cast<const __nv_bfloat162*>(&b));
   return *reinterpret_cast<const uint32_t*>(&sum);
 }
 

@@ -69,10 +69,17 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
+}
+
+// 9.7.13.4 fence.proxy.async: this thread's accesses to shared memory come before what the async proxy (a
+// bulk copy) does there after a barrier that follows. Without it a slot can be overwritten while a load
+// from it is still on its way. sm_90.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // 9.7.13.13 griddepcontrol.wait: earlier grids have finished and their writes are visible. No-op in a
@@ -116,10 +123,10 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t address, uint32_t rank)
 // 9.7.9.13 st.async: store to a peer's shared memory that counts as 4 bytes on the peer's mbarrier.
 // sm_90.
 __device__ __forceinline__ void store_async(uint32_t address, float value, uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                   address),
-               "r"(__float_as_uint(value)), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+      "r"(__float_as_uint(value)), "r"(barrier)
+      : "memory");
 }
 
 // 9.7.9.8 ld.global.nc: 16 bytes that no one writes while the grid runs (weights). sm_70.
@@ -164,17 +171,17 @@ __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// 9.7.9.12 st.global: 16 bytes.
-__device__ __forceinline__ void store_global(void* pointer, uint4 value) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
+__device__ __forceinline__ void store_shared(uint32_t address, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }
 
-// No instruction: the compiler forgets what it knows of the words. It then unpacks a row anew where the
-// row is used again, instead of carrying the unpacked row, twice the registers, from one use to the next.
-__device__ __forceinline__ void forget(uint4& vector) {
-  asm volatile("" : "+r"(vector.x), "+r"(vector.y), "+r"(vector.z), "+r"(vector.w));
+// 9.7.9.12 st.global: 16 bytes.
+__device__ __forceinline__ void store_global(void* pointer, uint4 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 // 9.7.3.21 ex2.approx.ftz: 2^x; results below 2^-126 become 0. sm_20.

@@ -50,10 +50,11 @@ typedef enum attnres_status {
 /* Values of the int32_t fields below; 0 is always the default. */
 enum { ATTNRES_BFLOAT16 = 0, ATTNRES_FLOAT16 = 1, ATTNRES_FLOAT32 = 2 };
 enum {
-  ATTNRES_PDL_WAIT = 0,  /* only weights are read before griddepcontrol.wait: always safe */
-  ATTNRES_PDL_EARLY = 1, /* bank rows are read before it too: the caller promises that no kernel that
+  ATTNRES_PDL_WAIT = 0, /* only weights are read before griddepcontrol.wait: always safe */
+  ATTNRES_PDL_EARLY =
+      1,              /* bank rows are read before it too: the caller promises that no kernel that
                             may still be running writes rows 0..num_blocks-1 */
-  ATTNRES_PDL_OFF = 2    /* launched without the programmatic-serialization attribute */
+  ATTNRES_PDL_OFF = 2 /* launched without the programmatic-serialization attribute */
 };
 enum { ATTNRES_KERNEL_AUTO = 0, ATTNRES_KERNEL_RING = 1, ATTNRES_KERNEL_CLUSTER = 2 };
 
@@ -102,21 +103,25 @@ typedef struct attnres_forward_args {
   int32_t num_threads; /* attnres_forward_host: 0 for one per available core */
 } attnres_forward_args;
 
-#define ATTNRES_FORWARD_ARGS_INIT                                                            \
-  {.struct_size = sizeof(attnres_forward_args), .block_write_idx = -1, .eps = 1e-5f,         \
-   .output_norm_eps = 1e-5f, .device = -1}
+#define ATTNRES_FORWARD_ARGS_INIT               \
+  {.struct_size = sizeof(attnres_forward_args), \
+   .block_write_idx = -1,                       \
+   .eps = 1e-5f,                                \
+   .output_norm_eps = 1e-5f,                    \
+   .device = -1}
 
 /* One compiled kernel: a line of the table cuda/instances.cmake. */
 typedef struct attnres_permutation {
   size_t struct_size;
-  int32_t kernel;             /* ATTNRES_KERNEL_RING or ATTNRES_KERNEL_CLUSTER */
-  int32_t hidden_size;        /* H */
-  int32_t num_sources;        /* N = num_blocks + 1 */
-  int32_t rows_per_stage;     /* NC; 0 for the cluster kernel */
-  int32_t prefixes_per_row;   /* B */
-  int32_t cluster_size;       /* 0 for the ring kernel */
-  int32_t has_output_norm;    /* HAS_OUTPUT_NORM */
-  int32_t static_common_path; /* STATIC_COMMON_PATH: delta, output norm and no write, at compile time */
+  int32_t kernel;           /* ATTNRES_KERNEL_RING or ATTNRES_KERNEL_CLUSTER */
+  int32_t hidden_size;      /* H */
+  int32_t num_sources;      /* N = num_blocks + 1 */
+  int32_t rows_per_stage;   /* NC; 0 for the cluster kernel */
+  int32_t prefixes_per_row; /* B */
+  int32_t cluster_size;     /* 0 for the ring kernel */
+  int32_t has_output_norm;  /* HAS_OUTPUT_NORM */
+  int32_t
+      static_common_path; /* STATIC_COMMON_PATH: delta, output norm and no write, at compile time */
 } attnres_permutation;
 
 /* What a call would launch. */
@@ -133,16 +138,16 @@ typedef struct attnres_plan_info {
 /* What the library can do on a device. */
 typedef struct attnres_probe_info {
   size_t struct_size;
-  int32_t native;             /* 1 when attnres_forward can run there */
-  int32_t device;             /* ordinal that was probed */
+  int32_t native; /* 1 when attnres_forward can run there */
+  int32_t device; /* ordinal that was probed */
   int32_t compute_major, compute_minor;
   int32_t num_sms;
-  int32_t driver_version;     /* as cudaDriverGetVersion, e.g. 13000; 0 without a driver */
-  int32_t runtime_version;    /* of the CUDA runtime linked into the library; 0 without CUDA */
+  int32_t driver_version;  /* as cudaDriverGetVersion, e.g. 13000; 0 without a driver */
+  int32_t runtime_version; /* of the CUDA runtime linked into the library; 0 without CUDA */
   char device_name[128];
-  char target[16];            /* compiled target that would run, e.g. "90a"; empty without one */
-  char built_targets[64];     /* compiled targets, e.g. "90a;100a;103a" */
-  char reason[256];           /* why native is 0, or empty */
+  char target[16];        /* compiled target that would run, e.g. "90a"; empty without one */
+  char built_targets[64]; /* compiled targets, e.g. "90a;100a;103a" */
+  char reason[256];       /* why native is 0, or empty */
 } attnres_probe_info;
 
 /* Run the operator on `stream` of `args->device`. Asynchronous and capturable into a CUDA graph once
