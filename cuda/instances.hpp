@@ -61,4 +61,12 @@ struct ClusterInstance {
   static const void* function();
 };
 
+// The kernel that moves the same bytes and no more; see forward_floor.cuh. Any B.
+template <int H, int N>
+struct FloorInstance {
+  static cudaError_t launch(const ForwardParams& params, int prefixes, bool programmatic,
+                            cudaStream_t stream);
+  static const void* function();
+};
+
 }  // namespace attnres

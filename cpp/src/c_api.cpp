@@ -68,7 +68,7 @@ constexpr attnres_forward_args kDefaultArgs = ATTNRES_FORWARD_ARGS_INIT;
 // default.
 attnres_forward_args read_args(const attnres_forward_args* caller) {
   static_assert(
-      offsetof(attnres_forward_args, num_threads) + sizeof(int32_t) == sizeof(attnres_forward_args),
+      offsetof(attnres_forward_args, reserved) + sizeof(int32_t) == sizeof(attnres_forward_args),
       "tail padding would be read as the next version's first field");
   require_pointer("args", caller);
   const size_t size = caller->struct_size;
@@ -136,6 +136,13 @@ attnres_status attnres_forward(const attnres_forward_args* args, CUstream_st* st
   return guarded([&] {
     const attnres_forward_args checked = read_checked_args(args, true);
     if (checked.num_tokens > 0) device_forward(checked, stream);
+  });
+}
+
+attnres_status attnres_floor(const attnres_forward_args* args, CUstream_st* stream) {
+  return guarded([&] {
+    const attnres_forward_args checked = read_checked_args(args, true);
+    if (checked.num_tokens > 0) device_floor(checked, stream);
   });
 }
 

@@ -31,6 +31,27 @@ void require_tokens(const attnres_forward_args& args) {
   }
 }
 
+ForwardParams params_of(const attnres_forward_args& args, int32_t ring_rows) {
+  return {.prefix = args.prefix,
+          .delta = args.delta,
+          .blocks = args.blocks,
+          .norm_weight = args.norm_weight,
+          .qk_weight = args.qk_weight,
+          .output_norm_weight = args.output_norm_weight,
+          .output = args.output,
+          .num_tokens = args.num_tokens,
+          .prefix_stride = args.prefix_stride,
+          .delta_stride = args.delta_stride,
+          .blocks_token_stride = args.blocks_token_stride,
+          .blocks_row_stride = args.blocks_row_stride,
+          .output_stride = args.output_stride,
+          .eps = args.eps,
+          .output_norm_eps = args.output_norm_eps,
+          .block_write_idx = args.block_write_idx,
+          .early = args.pdl == ATTNRES_PDL_EARLY,
+          .ring_rows = ring_rows};
+}
+
 }  // namespace
 
 void device_forward(const attnres_forward_args& args, CUstream_st* stream) {
@@ -38,28 +59,25 @@ void device_forward(const attnres_forward_args& args, CUstream_st* stream) {
   const attnres_probe_info& info = require_native(current.ordinal());
   const Plan plan = make_plan(args, info.compute_major, info.num_sms);
   prepare(*plan.instance, current.ordinal());
-  const ForwardParams params = {.prefix = args.prefix,
-                                .delta = args.delta,
-                                .blocks = args.blocks,
-                                .norm_weight = args.norm_weight,
-                                .qk_weight = args.qk_weight,
-                                .output_norm_weight = args.output_norm_weight,
-                                .output = args.output,
-                                .num_tokens = args.num_tokens,
-                                .prefix_stride = args.prefix_stride,
-                                .delta_stride = args.delta_stride,
-                                .blocks_token_stride = args.blocks_token_stride,
-                                .blocks_row_stride = args.blocks_row_stride,
-                                .output_stride = args.output_stride,
-                                .eps = args.eps,
-                                .output_norm_eps = args.output_norm_eps,
-                                .block_write_idx = args.block_write_idx,
-                                .early = args.pdl == ATTNRES_PDL_EARLY,
-                                .ring_rows = plan.ring_rows};
+  const ForwardParams params = params_of(args, plan.ring_rows);
   const LaunchShape shape = {.grid_size = plan.grid_size,
                              .shared_memory_bytes = plan.shared_memory_bytes,
                              .programmatic = args.pdl != ATTNRES_PDL_OFF};
   require_success(plan.instance->launch(params, shape, stream), "cudaLaunchKernelExC");
+}
+
+void device_floor(const attnres_forward_args& args, CUstream_st* stream) {
+  const CurrentDevice current(args.device);
+  require_native(current.ordinal());
+  const FloorEntry* floor = find_floor(args.hidden_size, args.num_blocks + 1);
+  if (floor == nullptr) {
+    fail(ATTNRES_UNSUPPORTED,
+         "hidden_size: expected one that is compiled, got " + std::to_string(args.hidden_size));
+  }
+  require_success(
+      floor->launch(params_of(args, 0), static_cast<int>(args.num_tokens / args.num_bank_tokens),
+                    args.pdl != ATTNRES_PDL_OFF, stream),
+      "cudaLaunchKernelExC");
 }
 
 attnres_plan_info plan_on_device(const attnres_forward_args& args) {

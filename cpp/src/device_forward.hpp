@@ -11,6 +11,9 @@ namespace attnres {
 // Launch the operator for arguments that check(args, true) accepts.
 void device_forward(const attnres_forward_args& args, CUstream_st* stream);
 
+// Launch the floor kernel for the same arguments.
+void device_floor(const attnres_forward_args& args, CUstream_st* stream);
+
 // What device_forward would launch on the device of `args`.
 attnres_plan_info plan_on_device(const attnres_forward_args& args);
 

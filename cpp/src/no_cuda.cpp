@@ -16,7 +16,11 @@ void device_forward(const attnres_forward_args&, CUstream_st*) {
   fail(ATTNRES_UNSUPPORTED, kReason);
 }
 
-attnres_plan_info plan_on_device(const attnres_forward_args&) { fail(ATTNRES_UNSUPPORTED, kReason); }
+void device_floor(const attnres_forward_args&, CUstream_st*) { fail(ATTNRES_UNSUPPORTED, kReason); }
+
+attnres_plan_info plan_on_device(const attnres_forward_args&) {
+  fail(ATTNRES_UNSUPPORTED, kReason);
+}
 
 attnres_plan_info plan_for(const attnres_forward_args&, int, int, int) {
   fail(ATTNRES_UNSUPPORTED, kReason);

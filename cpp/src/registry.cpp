@@ -52,11 +52,23 @@ constexpr Instance cluster_instance() {
 #define ATTNRES_RING(H, N, NC, B, NORM, STATIC) ring_instance<H, N, NC, B, NORM, STATIC>(),
 #define ATTNRES_CLUSTER(H, N, CLUSTER, NORM, STATIC) \
   cluster_instance<H, N, CLUSTER, NORM, STATIC>(),
+#define ATTNRES_FLOOR(...)
 constexpr auto kInstances = std::to_array<Instance>({
 #include "registry.inc"
 });
 #undef ATTNRES_RING
 #undef ATTNRES_CLUSTER
+#undef ATTNRES_FLOOR
+
+#define ATTNRES_RING(...)
+#define ATTNRES_CLUSTER(...)
+#define ATTNRES_FLOOR(H, N) FloorEntry{H, N, &FloorInstance<H, N>::launch},
+constexpr auto kFloors = std::to_array<FloorEntry>({
+#include "registry.inc"
+});
+#undef ATTNRES_RING
+#undef ATTNRES_CLUSTER
+#undef ATTNRES_FLOOR
 
 constexpr std::string_view kBuiltTargets =
 #include "built_targets.inc"
@@ -107,6 +119,13 @@ const Instance* find_instance(const attnres_permutation& permutation) {
   const auto found = std::lower_bound(kIndex.begin(), kIndex.end(), wanted,
                                       [](auto& entry, uint64_t k) { return entry.first < k; });
   return found != kIndex.end() && found->first == wanted ? &kInstances[found->second] : nullptr;
+}
+
+const FloorEntry* find_floor(int64_t hidden_size, int num_sources) {
+  for (const FloorEntry& floor : kFloors) {
+    if (floor.hidden_size == hidden_size && floor.num_sources == num_sources) return &floor;
+  }
+  return nullptr;
 }
 
 const char* built_targets() { return kBuiltTargets.data(); }

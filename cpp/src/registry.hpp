@@ -25,6 +25,15 @@ std::span<const Instance> instances();
 // The instance of exactly these parameters, or null.
 const Instance* find_instance(const attnres_permutation& permutation);
 
+struct FloorEntry {
+  int32_t hidden_size;
+  int32_t num_sources;
+  cudaError_t (*launch)(const ForwardParams&, int, bool, cudaStream_t);
+};
+
+// The floor kernel of these parameters, or null.
+const FloorEntry* find_floor(int64_t hidden_size, int num_sources);
+
 // The compiled targets as CMake was given them, e.g. "90a;100a;103a".
 const char* built_targets();
 

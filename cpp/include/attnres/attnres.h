@@ -100,7 +100,13 @@ typedef struct attnres_forward_args {
   int32_t ctas_per_sm;    /* residency of the ring kernel: 1 or 2 */
   int32_t cluster_size;   /* thread blocks per token of the cluster kernel */
 
-  int32_t num_threads; /* attnres_forward_host: 0 for one per available core */
+  int32_t
+      num_threads; /* attnres_forward_host: 0 for LIBATTNRES_NUM_THREADS or one per available core */
+
+  int32_t
+      batch_invariant; /* 1: a token's bits depend neither on M nor on its place in the batch; 0: as
+                              LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0) */
+  int32_t reserved;        /* 0 */
 } attnres_forward_args;
 
 #define ATTNRES_FORWARD_ARGS_INIT               \
@@ -157,6 +163,13 @@ ATTNRES_API attnres_status attnres_forward(const attnres_forward_args* args,
 
 /* Run the operator on the CPU; returns when the results are in memory. bfloat16, float16, float32. */
 ATTNRES_API attnres_status attnres_forward_host(const attnres_forward_args* args);
+
+/* Move the bytes that attnres_forward(args, stream) must move, bank rows read, prefix updated, row and
+ * output written, and compute nothing of the operator: output receives the plain sum of the rows. A lower
+ * bound for benchmarks, measured beside the operator. `prefix` and `blocks` are written as by
+ * attnres_forward. The plan overrides are ignored. */
+ATTNRES_API attnres_status attnres_floor(const attnres_forward_args* args,
+                                         struct CUstream_st* stream);
 
 /* Validate a call as attnres_forward (on_device != 0: also what only the native kernels require) or
  * attnres_forward_host would, and do nothing else. Needs no GPU and dereferences no pointer of args. */
