@@ -3,7 +3,8 @@
 #
 #   forward_ring_h7168_n9_nc3.cu ...  template struct attnres::RingInstance<...>;
 #   forward_cluster_h7168_n9.cu ...   template struct attnres::ClusterInstance<...>;
-#   registry.inc                      ATTNRES_RING(...) and ATTNRES_CLUSTER(...), in the table's order
+#   forward_floor_h7168.cu ...        template struct attnres::FloorInstance<...>; for benchmarks
+#   registry.inc                      ATTNRES_RING(...), ATTNRES_CLUSTER(...), ATTNRES_FLOOR(...)
 #   built_targets.inc                 "90a;100a;103a"
 #
 # Files are rewritten only when they change, so a new configure step recompiles nothing.

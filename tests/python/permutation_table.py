@@ -45,3 +45,10 @@ def instances() -> set[Instance]:
     return {Instance("ring", (*h_n, nc, b, *pair)) for h_n, nc, b, pair in ring} | {
         Instance("cluster", (*h_n, size, *pair)) for h_n, size, pair in cluster
     }
+
+
+def floors() -> set[Instance]:
+    """The floor kernels that come with the table: one for each H and N."""
+    table = axes()
+    pairs = product(table["HIDDEN_SIZES"], table["SOURCES"])
+    return {Instance("floor", (int(hidden), int(sources))) for hidden, sources in pairs}
