@@ -68,7 +68,7 @@ def kernels() -> dict[str, dict[Instance, Usage]]:
     for line in run(cuda_tool("cuobjdump"), "-res-usage", LIBRARY).splitlines():
         if match := re.search(r"arch = sm_(\w+)", line):
             target = match[1]
-        elif match := re.search(r"Function \w*?forward_(\w+?)_kernelI((?:L[ib]\d+E)+)E", line):
+        elif match := re.search(r"Function \w*?(ring|cluster|floor)_kernelI((?:L[ib]\d+E)+)E", line):
             arguments = tuple(int(value) for value in re.findall(r"L[ib](\d+)E", match[2]))
             instance = Instance(match[1], arguments)
         elif (match := re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", line)) and instance is not None:
@@ -103,7 +103,7 @@ def test_binary_holds_no_ptx_and_no_other_kernel() -> None:
     assert set(re.findall(r"sm_(\w+)\.cubin", listing)) == set(ASKED_TARGETS)
     assert ".ptx" not in listing
     functions = re.findall(r"Function (\S+?):", run(cuda_tool("cuobjdump"), "-res-usage", LIBRARY))
-    assert all(re.search(r"forward_(ring|cluster|floor)_kernel", function) for function in functions)
+    assert all(re.search(r"(forward_ring|forward_cluster|floor)_kernelI", function) for function in functions)
 
 
 def test_library_exports_exactly_the_c_interface() -> None:
