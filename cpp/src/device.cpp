@@ -144,6 +144,18 @@ void fill_probe(attnres_probe_info& info) {
   info.native = 1;
 }
 
+attnres_probe_info probe_now(int device) {
+  attnres_probe_info info{};
+  info.device = device;
+  try {
+    fill_probe(info);
+  } catch (const Error& error) {
+    info.native = 0;
+    set_text(info.reason, error.message);
+  }
+  return info;
+}
+
 }  // namespace
 
 void require_success(cudaError_t code, const char* what) {
@@ -170,17 +182,7 @@ CurrentDevice::~CurrentDevice() {
 
 const attnres_probe_info& probe_cached(int device) {
   DeviceState& state = state_of(device);
-  std::call_once(state.probed, [&] {
-    attnres_probe_info info{};
-    info.device = device;
-    try {
-      fill_probe(info);
-    } catch (const Error& error) {
-      info.native = 0;
-      set_text(info.reason, error.message);
-    }
-    state.info = info;
-  });
+  std::call_once(state.probed, [&] { state.info = probe_now(device); });
   return state.info;
 }
 
@@ -208,7 +210,8 @@ attnres_probe_info probe(int device) {
     device = cudaGetDevice(&current) == cudaSuccess ? current : 0;
     cudaGetLastError();
   }
-  return probe_cached(device);
+  // No device has such an ordinal, so nothing is kept for it.
+  return device < kMaxDevices ? probe_cached(device) : probe_now(device);
 }
 
 void warmup(int device) {

@@ -175,7 +175,7 @@ TEST_CASE(memory_shared_with_a_written_argument) {
           "out: expected memory that shares no byte with prefix, got overlapping memory");
   REFUSES(a.output = offset(a.delta, 2 * 3 * kH - 2),  // the very last element
           "out: expected memory that shares no byte with delta, got overlapping memory");
-  REFUSES(a.output = const_cast<void*>(a.qk_weight),
+  REFUSES(a.qk_weight = a.output,
           "out: expected memory that shares no byte with qk_weight, got overlapping memory");
   REFUSES(a.delta = a.prefix,
           "prefix: expected memory that shares no byte with delta, got overlapping memory");
