@@ -8,8 +8,9 @@
 //
 // Who waits for whom. Two exchanges per token, each a round of st.async from every warp to every block
 // of the cluster that completes the receiver's mbarrier by its bytes:
-// - bank: v.v and v.q of the bank rows, which give their weighted sum `mixed`. With early reads it happens
-//   before griddepcontrol.wait, off the path that starts at the prefix.
+// - bank: v.v and v.q of the bank rows, which give their weighted sum `mixed`, while the prefix and delta
+//   are on their way. With early reads the bank rows are loaded before griddepcontrol.wait; the exchange
+//   stays behind it, so that dependents are released, and launch, before it.
 // - prefix: p.p, p.q, p.mixed and mixed.mixed, which give the softmax over all rows and, by expanding
 //   |corr mixed + w p|^2, the output norm. Where that expansion cancels, a third exchange sums the squares.
 // A block sends only after barrier.cluster says that every peer's barriers are initialised, and ends only
@@ -385,16 +386,10 @@ __global__ void __launch_bounds__(
   thread.load_weights();
   if (!early) ptx::griddepcontrol_wait();
   thread.load_bank();
-  if (!early) {
-    thread.load_prefix();
-    thread.release_dependents();
-  }
+  if (early) ptx::griddepcontrol_wait();
+  thread.load_prefix();
+  thread.release_dependents();
   thread.mix_bank();
-  if (early) {
-    ptx::griddepcontrol_wait();
-    thread.load_prefix();
-    thread.release_dependents();
-  }
   thread.take_prefix();
   thread.finish();
 }
