@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // libattnres._core: the C ABI of attnres.h for Python. Pointers, sizes and strides in; exceptions out.
-// `forward`, `forward_host`, `check`, `plan` and `plan_for` share one list of positional arguments, kFields.
+// `forward`, `floor`, `time_forward`, `forward_host`, `check`, `plan` and `plan_for` share one list of
+// positional arguments, kFields.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
 
 #include "attnres/attnres.h"
 #include "call_args.hpp"
@@ -47,7 +51,9 @@ py::dict to_dict(const attnres_plan_info& plan) {
   return dict;
 }
 
-PyObject* forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+// attnres_forward or attnres_floor.
+template <attnres_status (*Launch)(const attnres_forward_args*, CUstream_st*)>
+PyObject* launch(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   attnres_forward_args args;
   if (!parse_call(objects, count, 1, &args)) return nullptr;
   void* stream = PyLong_AsVoidPtr(objects[kNumFields]);
@@ -55,9 +61,33 @@ PyObject* forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   attnres_status status = ATTNRES_OK;
   // A launch waits when the queue is full, perhaps for a host callback that needs the GIL.
   Py_BEGIN_ALLOW_THREADS;
-  status = attnres_forward(&args, static_cast<CUstream_st*>(stream));
+  status = Launch(&args, static_cast<CUstream_st*>(stream));
   Py_END_ALLOW_THREADS;
   if (status == ATTNRES_OK) Py_RETURN_NONE;
+  set_exception(status);
+  return nullptr;
+}
+
+// What one C call costs its caller: a loop that no Python runs in.
+PyObject* time_forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  attnres_forward_args args;
+  if (!parse_call(objects, count, 2, &args)) return nullptr;
+  void* stream = PyLong_AsVoidPtr(objects[kNumFields]);
+  if (stream == nullptr && PyErr_Occurred() != nullptr) return nullptr;
+  int64_t calls = 0;
+  if (!to_int64(objects[kNumFields + 1], "calls", &calls)) return nullptr;
+  attnres_status status = ATTNRES_OK;
+  std::chrono::steady_clock::duration elapsed{};
+  Py_BEGIN_ALLOW_THREADS;
+  const auto started = std::chrono::steady_clock::now();
+  for (int64_t i = 0; i < calls && status == ATTNRES_OK; ++i) {
+    status = attnres_forward(&args, static_cast<CUstream_st*>(stream));
+  }
+  elapsed = std::chrono::steady_clock::now() - started;
+  Py_END_ALLOW_THREADS;
+  if (status == ATTNRES_OK) {
+    return PyFloat_FromDouble(std::chrono::duration<double>(elapsed).count());
+  }
   set_exception(status);
   return nullptr;
 }
@@ -164,7 +194,13 @@ PyMethodDef fast_method(const char* name, const char* doc) {
 
 PyMethodDef* fast_methods() {
   static PyMethodDef methods[] = {
-      fast_method<forward>("forward", "forward(*call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_forward>>("forward",
+                                           "forward(*call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_floor>>(
+          "floor", "floor(*call, stream): move the bytes of forward and compute nothing of it."),
+      fast_method<time_forward>("time_forward",
+                                "time_forward(*call, stream, calls) -> seconds: so many forward "
+                                "calls, on the host's clock, without synchronising."),
       fast_method<forward_host>("forward_host", "forward_host(*call): run on the CPU."),
       fast_method<check>("check", "check(*call, on_device): validate and do nothing else."),
       fast_method<bind_tensors>("bind_tensors",
@@ -196,6 +232,11 @@ PYBIND11_MODULE(_core, m) {
   py::tuple names(kNumFields);
   for (Py_ssize_t i = 0; i < kNumFields; ++i) names[i] = py::str(kFields[i].name);
   m.attr("CALL_FIELDS") = names;
+#ifdef NDEBUG
+  m.attr("DEBUG_BUILD") = false;
+#else
+  m.attr("DEBUG_BUILD") = true;  // of the whole build: one build type serves library and module
+#endif
   if (PyModule_AddFunctions(m.ptr(), fast_methods()) != 0) throw py::error_already_set();
 
   m.def("plan", &plan, "plan(*call): what forward would launch.");
