@@ -18,13 +18,14 @@ from libattnres.cli.metadata import write_json
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("info", "permutations", "demo", "verify")
+COMMANDS = ("info", "permutations", "demo", "verify", "bench", "walk", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = argparse.ArgumentParser(
-        prog="libattnres", description="Attention Residuals forward: what runs here, and whether it is right."
+        prog="libattnres",
+        description="Attention Residuals forward: what runs here, whether it is right, and how fast.",
     )
     parser.add_argument("--version", action="version", version=f"libattnres {libattnres.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -17,7 +17,7 @@ import torch
 
 import libattnres
 
-__all__ = ["collect", "commit", "kernel_driver", "package_version", "write_json"]
+__all__ = ["collect", "commit", "gpu_state", "kernel_driver", "package_version", "write_json"]
 
 
 def write_json(path: Path, command: str, results: dict[str, Any]) -> None:
@@ -57,6 +57,49 @@ def collect() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_count": len(os.sched_getaffinity(0)),
     }
+
+
+def gpu_state(device: torch.device) -> dict[str, Any]:
+    """What a measurement on a CUDA device depends on: its L2 size, clocks, power and other processes."""
+    properties = torch.cuda.get_device_properties(device)
+    queried = nvidia_smi(
+        "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu",
+        f"GPU-{getattr(properties, 'uuid', '')}",
+    )
+    names = ("sm_clock_mhz", "max_sm_clock_mhz", "memory_clock_mhz", "power_limit_w", "temperature_c")
+    values = queried[0].split(", ") if queried else []
+    processes = nvidia_smi("--query-compute-apps=pid", f"GPU-{getattr(properties, 'uuid', '')}")
+    return {
+        "name": properties.name,
+        "num_sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        **{name: number(value) for name, value in zip(names, values, strict=False)},
+        "other_processes": None if processes is None else sum(pid != str(os.getpid()) for pid in processes),
+    }
+
+
+def nvidia_smi(query: str, device: str) -> list[str] | None:
+    """Lines of a query, or None where the tool is missing or refuses."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", device],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def number(text: str) -> float | None:
+    """A number, or None for "[N/A]"."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def cuda_version(number: int) -> str | None:

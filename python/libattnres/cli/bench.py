@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``libattnres bench``: is it right, how fast is it, and how far from what the memory allows."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import libattnres
+from libattnres import _core, timing
+from libattnres._call import checked_call
+from libattnres.cli import metadata, targets, walk
+from libattnres.cli.competitors import COMPETITORS, Competitor, Prepared, find
+from libattnres.cli.console import Console
+from libattnres.cli.verify import native_plans
+from libattnres.cli.workload import (
+    COMMON,
+    SM_SIDE,
+    VARIANTS,
+    Buffers,
+    Judge,
+    Shape,
+    Variant,
+    chosen_device,
+    refuse_debug_build,
+)
+from libattnres.timing import Timing
+
+HELP = "latency and bandwidth of every backend beside the floor kernel, after checking that it is right"
+
+DEFAULT_TOKENS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (1, 16)}
+DEFAULT_BLOCKS = (1, 4, 8)
+MODES = ("cold", "hot", "events")
+BACKENDS = ("native", "triton", "torch", "host")
+SM_SIDE_TOKENS = 8192
+FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+CPU_CALLS = 500
+"""Launches between two synchronisations: fewer than the queue holds, so that none waits for the GPU."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="M", help="default 1 16 128 1024 8192")
+    parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="bank rows read, default 1 4 8")
+    parser.add_argument(
+        "--backend", nargs="+", choices=BACKENDS, help="default: every one that works on the device"
+    )
+    parser.add_argument(
+        "--pdl",
+        nargs="+",
+        choices=("off", "wait", "early"),
+        default=["early", "wait"],
+        help="programmatic dependent launch, one row each (default: early wait)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="cold",
+        help="cold: graph replay over buffers of more than 3x L2 (default); hot: over one set; "
+        "events: single eager launches, as triton.testing.do_bench",
+    )
+    parser.add_argument("--variants", action="store_true", help="also the calls that are not the common one")
+    parser.add_argument("--kernels", action="store_true", help="also every native kernel, forced")
+    parser.add_argument(
+        "--competitors",
+        nargs="*",
+        choices=[competitor.name for competitor in COMPETITORS],
+        help="other packages; default: those that are installed, torch.compile only when named",
+    )
+    parser.add_argument("--sm-side", action="store_true", help="time on the SM's side: bank rows in L2")
+    parser.add_argument("--cpu", action="store_true", help="time of a call on the CPU")
+    parser.add_argument(
+        "--targets", action="store_true", help="measure what the project's goals are about, and judge it"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--plot", metavar="DIR", type=Path, help="write PNGs there (needs matplotlib)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the comparison."""
+
+    name: str
+    backend: str
+    prepare: Callable[[tuple[Any, ...], torch.Tensor], Prepared]
+    """From the arguments of one set, and where its output goes."""
+    pdl: str | None = None
+    plan: str | None = None
+    competitor: Competitor | None = None
+
+    def unsupported(self, shape: Shape) -> str | None:
+        """Why it cannot run a shape, as far as that is known beforehand."""
+        return self.competitor.unsupported(shape) if self.competitor is not None else None
+
+
+def backend_contender(
+    backend: str, pdl: str | None = None, plan: tuple[str, libattnres.Plan | None] | None = None
+) -> Contender:
+    """A backend of this library, forced."""
+    label, overrides = plan if plan is not None else (None, None)
+
+    def prepare(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
+        def run() -> None:
+            libattnres.attn_res(*arguments, out=out, backend=backend, pdl=pdl or "wait", plan=overrides)
+
+        return Prepared(run, lambda: (out, arguments[0], arguments[2]))
+
+    name = " ".join(filter(None, (backend, pdl, label)))
+    return Contender(name, backend, prepare, pdl, label)
+
+
+def prepare_floor(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
+    """The floor kernel, which does not compute the operator."""
+    call = checked_call(*(*arguments, out, "wait")).core_args()
+
+    def run() -> None:
+        _core.floor(*call, torch.cuda.current_stream().cuda_stream)
+
+    return Prepared(run, lambda: (out, arguments[0], arguments[2]))
+
+
+def foreign_contender(competitor: Competitor, prepare: Callable[..., Prepared]) -> Contender:
+    """Another package."""
+    return Contender(
+        competitor.name, competitor.name, lambda arguments, out: prepare(*arguments), competitor=competitor
+    )
+
+
+class Bench:
+    """Where and how things are measured, and what came of it."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        refuse_debug_build()
+        self.args = args
+        self.console = console
+        self.device = chosen_device(args.device)
+        self.kind = self.device.type
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.device)
+            self.state = metadata.gpu_state(self.device)
+        else:
+            self.state = {}
+        self.cache_bytes: int = self.state.get("l2_bytes") or FALLBACK_CACHE_BYTES[self.kind]
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.skipped: list[str] = []
+        self.copy_gb_per_s = timing.copy_bandwidth(self.device, COPY_BYTES[self.kind])
+        self.contenders = self.find_contenders()
+
+    def find_contenders(self) -> list[Contender]:
+        """Floor, backends, forced kernels, other packages."""
+        usable = libattnres.probe().backends
+        names = [
+            name
+            for name in self.args.backend or BACKENDS
+            if (name in ("host", "torch")) == (self.kind == "cpu")
+            or (name == "torch" and self.kind == "cuda")
+        ]
+        found = []
+        if self.kind == "cuda" and usable["native"] is None:
+            found.append(Contender("floor", "floor", prepare_floor, "wait"))
+        for name in names:
+            if usable[name] is not None:
+                self.skipped.append(f"{name}: {usable[name]}")
+                continue
+            modes = self.args.pdl if name in ("native", "triton") else [None]
+            found += [backend_contender(name, mode) for mode in modes]
+            if name == "native" and self.args.kernels:
+                found += [backend_contender(name, mode, plan) for plan in native_plans() for mode in modes]
+        if self.kind == "cuda" or self.args.competitors:
+            foreign, skipped = find(self.args.competitors)
+            self.skipped += skipped
+            found += [foreign_contender(competitor, prepare) for competitor, prepare in foreign]
+        return found
+
+    def measure(self, shape: Shape, mode: str, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+        """Check, then time, every contender on one shape."""
+        sets = timing.num_sets(shape.num_bytes, self.cache_bytes) if mode == "cold" else 1
+        repeats = timing.repeats(shape.num_bytes, sets) if self.kind == "cuda" and mode != "events" else 1
+        buffers = Buffers(shape, sets, self.device, self.args.seed)
+        judge = Judge(buffers.arguments(0))
+        rows = []
+        for contender in contenders:
+            reason = contender.unsupported(shape)
+            if reason is not None:
+                self.skip(contender, shape, reason)
+                continue
+            try:
+                judge.restore()
+                prepared = [
+                    contender.prepare(buffers.arguments(index), buffers.out[index]) for index in range(sets)
+                ]
+                buffers.out.fill_(float("nan"))
+                rel_l2 = self.check(contender, shape, judge, prepared[0])
+                work = [launch.run for launch in prepared] * repeats
+                row = self.describe(contender, shape, mode, sets, rel_l2, self.time(work, mode))
+            except libattnres.UnsupportedError as error:
+                self.skip(contender, shape, str(error))
+                continue
+            except Exception as error:
+                if contender.competitor is None and not isinstance(error, RuntimeError):
+                    raise
+                self.failures.append(f"{contender.name}, {label(shape)}: {type(error).__name__}: {error}")
+                continue
+            rows.append(row)
+        floor = next((row["median_us"] for row in rows if row["backend"] == "floor"), None)
+        for row in rows:
+            row["floor_ratio"] = None if floor is None else row["median_us"] / floor
+        return rows
+
+    def skip(self, contender: Contender, shape: Shape, reason: str) -> None:
+        """Say once why something was not measured."""
+        line = f"{contender.name}, {shape.num_blocks} blocks, {shape.variant.name}: {reason}"
+        if line not in self.skipped:
+            self.skipped.append(line)
+
+    def check(self, contender: Contender, shape: Shape, judge: Judge, prepared: Prepared) -> float | None:
+        """Relative L2 error; what is wrong with one of our backends is a failure of the command."""
+        if contender.backend == "floor":
+            return None
+        rel_l2, errors = judge.check(prepared.run, prepared.result)
+        where = f"{contender.name}, {label(shape)}"
+        if errors and contender.competitor is not None:
+            line = f"{contender.name}: less accurate than the contract asks ({errors[0]})"
+            self.skipped.append(line)
+        elif errors:
+            self.failures += [f"{where}: {error}" for error in errors]
+        return rel_l2
+
+    def time(self, work: Sequence[timing.Launch], mode: str) -> Timing:
+        """Median and spread of a launch."""
+        if self.kind == "cpu":
+            return timing.time_wall(work)
+        if mode == "events":
+            return timing.time_events(work, self.cache_bytes)
+        return timing.time_graph(work)
+
+    def describe(
+        self, contender: Contender, shape: Shape, mode: str, sets: int, rel_l2: float | None, measured: Timing
+    ) -> dict[str, Any]:
+        """One row of the results."""
+        gb_per_s = shape.num_bytes / measured.median_us / 1e3
+        return {
+            "name": contender.name,
+            "backend": contender.backend,
+            "pdl": contender.pdl,
+            "plan_override": contender.plan,
+            **shape.describe(),
+            "mode": mode,
+            "sets": sets,
+            **asdict(measured),
+            "gb_per_s": gb_per_s,
+            "copy_fraction": gb_per_s / self.copy_gb_per_s,
+            "rel_l2": rel_l2,
+        }
+
+    def run(self, shapes: Sequence[Shape]) -> None:
+        """Measure all shapes."""
+        for shape in self.console.progress(shapes, len(shapes), "measuring"):
+            try:
+                self.rows += self.measure(shape, self.args.mode, self.contenders)
+            except RuntimeError as error:  # out of memory, or a CUDA error: keep what there is
+                self.failures.append(f"{label(shape)}: {type(error).__name__}: {error}")
+
+    def sm_side(self) -> list[dict[str, Any]]:
+        """Long batches whose tokens all read one bank entry: the SM's share of the work."""
+        native = [contender for contender in self.contenders if contender.backend == "native"]
+        rows = []
+        for num_blocks in DEFAULT_BLOCKS:
+            try:
+                rows += self.measure(Shape(SM_SIDE_TOKENS, num_blocks, SM_SIDE), "cold", native)
+            except RuntimeError as error:
+                self.failures.append(f"SM side, {num_blocks} blocks: {type(error).__name__}: {error}")
+        num_sms = self.state["num_sms"]
+        for row in rows:
+            row["us_per_token_and_sm"] = row["median_us"] * num_sms / row["tokens"]
+        return rows
+
+
+def chosen_shapes(args: argparse.Namespace, kind: str) -> list[Shape]:
+    """Tokens x blocks, with the variants where they are asked for."""
+    tokens = args.tokens or (targets.TOKENS if args.targets else DEFAULT_TOKENS[kind])
+    blocks = args.blocks or (targets.BLOCKS if args.targets else DEFAULT_BLOCKS)
+    for name, values, low, high in (("tokens", tokens, 1, None), ("blocks", blocks, 0, 8)):
+        for value in values:
+            if value < low or (high is not None and value > high):
+                wanted = f"numbers >= {low}" if high is None else f"numbers from {low} to {high}"
+                raise ValueError(f"--{name}: expected {wanted}, got {value}")
+    wanted_variants: tuple[Variant, ...] = (COMMON, *VARIANTS) if args.variants else (COMMON,)
+    shapes = [
+        Shape(M, N, variant)
+        for variant in wanted_variants
+        for N in blocks
+        for M in tokens
+        if M % variant.prefixes_per_row == 0
+    ]
+    if args.targets:
+        shapes += [Shape(M, 8, variant) for variant in VARIANTS for M in (1024, 8192)]
+        # As many bank entries as the goal for shared rows begins with.
+        M = 2 * targets.SHARED_ROWS_MIN_ENTRIES
+        shapes += [Shape(M, 8), Shape(M, 8, replace(VARIANTS[-1]))]
+    return list(dict.fromkeys(shapes))
+
+
+def cpu_times(device: torch.device, backends: Sequence[str]) -> dict[str, float]:
+    """Microseconds of the CPU per call, with the launch, which nothing waits for."""
+    buffers = Buffers(Shape(1, 1), 1, device)
+    arguments, out = buffers.arguments(0), buffers.out[0]
+    result = {}
+    if "native" in backends:
+        call = checked_call(*(*arguments, out, "wait")).core_args()
+        stream = torch.cuda.current_stream().cuda_stream
+        result["eager call"] = host_us(lambda: libattnres.attn_res(*arguments, backend="native"))
+        result["eager call, out given"] = host_us(
+            lambda: libattnres.attn_res(*arguments, out=out, backend="native")
+        )
+        result["eager call, backend not given"] = host_us(lambda: libattnres.attn_res(*arguments))
+        seconds = []
+        for _ in range(20):
+            seconds.append(_core.time_forward(*call, stream, CPU_CALLS))
+            torch.cuda.synchronize()
+        result["C call"] = statistics.median(seconds) * 1e6 / CPU_CALLS
+    for name in ("triton", "torch"):
+        if name in backends:
+            result[f"eager call, {name}"] = host_us(
+                lambda name=name: libattnres.attn_res(*arguments, out=out, backend=name),  # type: ignore[misc]
+                CPU_CALLS if name == "triton" else 5,
+            )
+    result["empty_like"] = host_us(lambda: torch.empty_like(out))
+    return result
+
+
+def host_us(call: Callable[[], object], calls: int = CPU_CALLS, rounds: int = 20) -> float:
+    """Median time of a call on the host's clock; the device is waited for outside of it."""
+    samples = []
+    for index in range(rounds + 2):
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = time.perf_counter() - started
+        torch.cuda.synchronize()
+        if index >= 2:
+            samples.append(elapsed * 1e6 / calls)
+    return statistics.median(samples)
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
+    """Measure, print, judge; status 1 when a result was wrong or a goal was missed."""
+    started = time.monotonic()
+    if args.plot is not None:
+        from libattnres.cli import plots
+
+        plots.require()
+    with torch.no_grad():
+        bench = Bench(args, console)
+        if bench.kind != "cuda" and (args.sm_side or args.cpu or args.targets):
+            raise ValueError("--sm-side, --cpu, --targets: expected a CUDA device, got none")
+        announce(bench)
+        shapes = chosen_shapes(args, bench.kind)
+        bench.run(shapes)
+        results: dict[str, Any] = {
+            "device": str(bench.device),
+            "gpu": bench.state,
+            "cache_bytes": bench.cache_bytes,
+            "copy_gb_per_s": bench.copy_gb_per_s,
+            "mode": args.mode,
+            "rows": bench.rows,
+        }
+        measured = {contender.backend for contender in bench.contenders}
+        if args.sm_side or args.targets:
+            results["sm_side"] = bench.sm_side()
+        if args.cpu or args.targets:
+            results["cpu_us"] = cpu_times(bench.device, sorted(measured))
+        if args.targets:
+            backends = [name for name in ("native", "triton") if name in measured]
+            results["walk"] = walk.measure_graphs(
+                list(targets.WALK_BOUNDS), backends, args.pdl, bench.device, console, shares=False
+            )
+            goals = targets.check_bench(bench.rows, results["sm_side"], results["cpu_us"])
+            goals += targets.check_walk(results["walk"]["rows"])
+            results["targets"] = [goal.as_dict() for goal in goals]
+    results |= {
+        "failures": bench.failures,
+        "skipped": bench.skipped,
+        "passed": not bench.failures,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    report(console, results)
+    if args.plot is not None:
+        for path in plots.write(results, args.plot):
+            console.line(f"wrote {path}")
+    missed = any(goal["met"] is False for goal in results.get("targets", ()))
+    return int(bool(bench.failures) or missed), results
+
+
+def announce(bench: Bench) -> None:
+    """What is measured, where, and what may disturb it."""
+    where = bench.state.get("name", "the CPU")
+    bench.console.line(
+        f"{where}: a plain copy moves {bench.copy_gb_per_s:.0f} GB/s; "
+        f"cache {bench.cache_bytes / 2**20:.0f} MiB; "
+        f"{', '.join(contender.name for contender in bench.contenders)}"
+    )
+    if bench.state.get("other_processes"):
+        bench.console.line(f"WARNING: {bench.state['other_processes']} other processes use this GPU")
+
+
+def label(shape: Shape) -> str:
+    """A shape in words."""
+    return f"{shape.num_tokens} tokens, {shape.num_blocks} blocks, {shape.variant.name}"
+
+
+def report(console: Console, results: dict[str, Any]) -> None:
+    """Print every table that the results have something for."""
+    rows = results["rows"]
+    console.table(
+        f"microseconds per launch, {results['mode']} L2",
+        (
+            "variant",
+            "tokens",
+            "blocks",
+            "what",
+            "median",
+            "p20",
+            "p80",
+            "GB/s",
+            "% of copy",
+            "x floor",
+            "rel. L2",
+        ),
+        [
+            (
+                row["variant"],
+                row["tokens"],
+                row["num_blocks"],
+                row["name"],
+                row["median_us"],
+                row["p20_us"],
+                row["p80_us"],
+                round(row["gb_per_s"]),
+                round(100 * row["copy_fraction"]),
+                row["floor_ratio"],
+                row["rel_l2"],
+            )
+            for row in rows
+        ],
+    )
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        console.table(
+            f"median microseconds, {variant}",
+            *summary([row for row in rows if row["variant"] == variant]),
+        )
+    if results.get("sm_side"):
+        console.table(
+            "SM side: microseconds per token and SM, bank rows in L2",
+            ("blocks", "what", "us"),
+            [(row["num_blocks"], row["name"], row["us_per_token_and_sm"]) for row in results["sm_side"]],
+        )
+    if results.get("cpu_us"):
+        console.table("microseconds of the CPU per call", ("what", "us"), list(results["cpu_us"].items()))
+    if results.get("walk"):
+        walk.report(console, results["walk"])
+    if results.get("targets"):
+        goals = [targets.GoalResult.from_dict(goal) for goal in results["targets"]]
+        console.table("goals", *targets.table(goals))
+    for line in results["skipped"]:
+        console.line(f"not measured: {line}")
+    for line in results["failures"]:
+        console.line(f"WRONG: {line}")
+    console.line(f"{len(rows)} measurements in {results['seconds']:.0f} s")
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """One line per shape: what everything takes, and how ours compares."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    lines: list[tuple[object, ...]] = []
+    for tokens, num_blocks in sorted(
+        {(row["tokens"], row["num_blocks"]) for row in rows}, key=lambda shape: (-shape[1], shape[0])
+    ):
+        mine = [row for row in rows if (row["tokens"], row["num_blocks"]) == (tokens, num_blocks)]
+        by_name = {row["name"]: row["median_us"] for row in mine}
+        lines.append((tokens, num_blocks, *(by_name.get(name) for name in names), *comparison(mine)))
+    return ("tokens", "blocks", *names, "native / floor", "triton / native", "% of copy"), lines
+
+
+def comparison(rows: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, int | None]:
+    """Ours over the floor, Triton's over ours, and our share of the copy bandwidth."""
+    ours, floor, triton = (targets.best_median(rows, name) for name in ("native", "floor", "triton"))
+    if ours is None:
+        return None, None, None
+    share = max(row["copy_fraction"] for row in rows if row["median_us"] == ours)
+    return (
+        None if floor is None else ours / floor,
+        None if triton is None else triton / ours,
+        round(100 * share),
+    )

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``libattnres walk``: how long the 187 calls of one model step take, with other kernels between them.
+
+Before each call a small producer kernel, the same for every backend, writes the call's delta (or its prefix,
+where there is none) from the output of the call before. Producers alone are measured too, and subtracted.
+
+On a GPU each call site has its own prefix, delta, output and weights, and all share one bank, as far as
+memory allows: with many tokens the sites use fewer sets of prefix, delta and output in turn, which exceed L2
+all the same. With few tokens several steps, each with memory of its own, go into one graph for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import libattnres
+from libattnres import timing
+from libattnres.cli import metadata, targets
+from libattnres.cli.console import Console
+from libattnres.cli.workload import Judge, chosen_device, refuse_debug_build
+from libattnres.model_walk import EPS, HIDDEN_SIZE, NUM_BANK_ROWS, WalkCall, bytes_per_token, walk_calls
+from libattnres.timing import Launch, Timing
+
+HELP = "time of the 187 calls of one model step, with producer kernels between, per backend"
+
+DEFAULT_TOKENS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (16,)}
+SITE_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
+"""What the prefixes, deltas and outputs of all call sites may take."""
+MIN_SITES = 4
+L2_BYTES = 64 << 20
+SHARE_US = 300.0
+"""What a graph of one group's calls should last at least."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="in the step (default 1 16 128 1024 8192; 16 on the CPU)"
+    )
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=("native", "triton", "torch", "host"),
+        help="default: native and triton, on the CPU host and torch",
+    )
+    parser.add_argument(
+        "--pdl",
+        nargs="+",
+        choices=("off", "wait", "early"),
+        default=["early", "wait"],
+        help="programmatic dependent launch, one row each (default: early wait)",
+    )
+    parser.add_argument("--eager", action="store_true", help="also without a graph, on the host's clock")
+    parser.add_argument("--no-shares", action="store_true", help="leave out the share of each call site")
+    parser.add_argument("--threads", type=int, help="of PyTorch and of the host backend, on the CPU")
+    parser.add_argument("--targets", action="store_true", help="judge by the project's goals")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Call sites that do the same."""
+
+    num_blocks: int
+    has_delta: bool
+    writes: bool
+    has_output_norm: bool
+
+    @classmethod
+    def of(cls, call: WalkCall) -> Group:
+        """The group of a call."""
+        return cls(call.num_blocks, call.has_delta, call.block_write_idx >= 0, call.has_output_norm)
+
+    @property
+    def variant(self) -> str:
+        """In words."""
+        parts = ["delta" if self.has_delta else "no delta"]
+        parts += ["write"] if self.writes else []
+        parts += [] if self.has_output_norm else ["no norm"]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A backend in one PDL mode."""
+
+    backend: str
+    pdl: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return " ".join(filter(None, (self.backend, self.pdl)))
+
+
+class Walk:
+    """The memory of one or several steps, and the launches that walk through it."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        device: torch.device,
+        cache_bytes: int,
+        seed: int = 0,
+        calls: Sequence[WalkCall] | None = None,
+    ) -> None:
+        self.calls = tuple(walk_calls() if calls is None else calls)
+        self.num_tokens = num_tokens
+        self.device = device
+        T, H, num_calls = num_tokens, HIDDEN_SIZE, len(self.calls)
+        row_bytes = 2 * H
+        site_bytes = 3 * T * row_bytes
+        self.num_sites = min(num_calls, max(MIN_SITES, SITE_BYTES[device.type] // site_bytes))
+        footprint = self.num_sites * site_bytes + num_calls * 3 * row_bytes + T * NUM_BANK_ROWS * row_bytes
+        self.num_steps = 1
+        if device.type == "cuda":
+            self.num_steps = max(1, math.ceil(timing.CACHE_MULTIPLE * cache_bytes / footprint))
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+            values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+            return values.normal_(shift, scale, generator=generator)
+
+        steps, sites = self.num_steps, self.num_sites
+        self.prefix = normal(steps, sites, T, H)
+        self.delta = normal(steps, sites, T, H, scale=0.5)
+        self.out = normal(steps, sites, T, H)
+        self.blocks = torch.full(
+            (steps, T, NUM_BANK_ROWS, H), float("nan"), dtype=torch.bfloat16, device=device
+        )
+        self.norm_weight = normal(steps, num_calls, H, scale=0.1, shift=1.0)
+        self.qk_weight = normal(steps, num_calls, H, scale=1.5 * H**-0.5)
+        self.output_norm_weight = normal(steps, num_calls, H, scale=0.1, shift=1.0)
+
+    def arguments(self, step: int, index: int) -> tuple[Any, ...]:
+        """Positional arguments of ``attn_res`` at a call site."""
+        call, site = self.calls[index], index % self.num_sites
+        return (
+            self.prefix[step, site],
+            self.delta[step, site] if call.has_delta else None,
+            self.blocks[step],
+            self.norm_weight[step, index],
+            self.qk_weight[step, index],
+            self.output_norm_weight[step, index] if call.has_output_norm else None,
+            call.num_blocks,
+            call.block_write_idx,
+            EPS,
+            EPS,
+        )
+
+    def operator(self, implementation: Implementation, step: int, index: int) -> Launch:
+        """One call."""
+        arguments, out = self.arguments(step, index), self.out[step, index % self.num_sites]
+        backend, pdl = implementation.backend, implementation.pdl or "wait"
+        return lambda: libattnres.attn_res(*arguments, out=out, backend=backend, pdl=pdl)
+
+    def producer(self, step: int, index: int) -> Launch:
+        """What stands for the sub-layer before a call: reads the last output, writes delta or prefix."""
+        site = index % self.num_sites
+        source = self.out[step, (index - 1) % self.num_sites]
+        target = (self.delta if self.calls[index].has_delta else self.prefix)[step, site]
+        return lambda: torch.mul(source, 0.5, out=target)
+
+    def launches(
+        self, implementation: Implementation | None, indices: Sequence[int] | None = None
+    ) -> list[Launch]:
+        """Producers, and after each its call unless ``implementation`` is None, of all steps in order."""
+        work: list[Launch] = []
+        for step in range(self.num_steps):
+            for index in range(len(self.calls)) if indices is None else indices:
+                work.append(self.producer(step, index))
+                if implementation is not None:
+                    work.append(self.operator(implementation, step, index))
+        return work
+
+    def groups(self) -> dict[Group, list[int]]:
+        """Indices of the calls of each group."""
+        result: dict[Group, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            result.setdefault(Group.of(call), []).append(index)
+        return result
+
+    def check(self, implementation: Implementation) -> tuple[float, list[str]]:
+        """Walk through every step, judging the first call of each group in the first one."""
+        first = {indices[0] for indices in self.groups().values()}
+        worst, errors = 0.0, []
+        self.blocks.fill_(float("nan"))
+        for step in range(self.num_steps):
+            for index, call in enumerate(self.calls):
+                self.producer(step, index)()
+                run = self.operator(implementation, step, index)
+                if step > 0 or index not in first:
+                    run()
+                    continue
+                arguments, out = self.arguments(step, index), self.out[step, index % self.num_sites]
+                judge = Judge(arguments)
+                # What a call is judged by takes long; nothing of it may still run when the call starts early.
+                synchronize(self.device)
+                rel_l2, wrong = judge.check(run, lambda a=arguments, o=out: (o, a[0], a[2]))  # type: ignore[misc]
+                worst = max(worst, rel_l2)
+                errors += [f"{implementation.name}, {call.name}: {error}" for error in wrong]
+        return worst, errors
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def per_step(measured: Timing, num_launches: int, num_steps: int) -> tuple[float, float, float]:
+    """Median, p20 and p80 of one step, from those of one launch."""
+    factor = num_launches / num_steps
+    return measured.median_us * factor, measured.p20_us * factor, measured.p80_us * factor
+
+
+def measure_tokens(
+    walk: Walk,
+    implementations: Sequence[Implementation],
+    mode: str,
+    shares: bool,
+    results: dict[str, Any],
+) -> None:
+    """Every implementation on one walk; rows, groups, failures and skips are added to ``results``."""
+
+    def time(work: Sequence[Launch], budget_s: float = 0.5) -> Timing:
+        if mode == "graph":
+            return timing.time_graph(work, budget_s=budget_s)
+        return timing.time_wall(work, budget_s=budget_s)
+
+    def blocking(work: list[Launch]) -> list[Launch]:
+        """On the host's clock a pass ends when the device has ended."""
+        return work if mode == "graph" else [*work, lambda: synchronize(walk.device)]
+
+    def steps_of(work: list[Launch], budget_s: float = 0.5) -> tuple[float, float, float]:
+        work = blocking(work)
+        return per_step(time(work, budget_s), len(work), walk.num_steps)
+
+    producers = steps_of(walk.launches(None))[0]
+    group_producers: dict[Group, float] = {}
+    for implementation in implementations:
+        try:
+            rel_l2, errors = walk.check(implementation)
+            results["failures"] += errors
+            total, p20, p80 = steps_of(walk.launches(implementation))
+            row = {
+                "name": implementation.name,
+                "backend": implementation.backend,
+                "pdl": implementation.pdl,
+                "tokens": walk.num_tokens,
+                "mode": mode,
+                "steps_per_sample": walk.num_steps,
+                "sites": walk.num_sites,
+                "median_us": total,
+                "p20_us": p20,
+                "p80_us": p80,
+                "producers_us": producers,
+                "net_us": total - producers,
+                "bytes": sum(call.rows_moved for call in walk.calls) * 2 * HIDDEN_SIZE * walk.num_tokens,
+                "worst_rel_l2": rel_l2,
+            }
+            results["rows"].append(row)
+            if not shares:
+                continue
+            measured: list[tuple[Group, int, float]] = []
+            for group, indices in walk.groups().items():
+                repeats = max(1, math.ceil(SHARE_US / (2 * len(indices) * walk.num_steps)))
+                if group not in group_producers:
+                    group_producers[group] = (
+                        steps_of(walk.launches(None, indices) * repeats, 0.1)[0] / repeats
+                    )
+                whole = steps_of(walk.launches(implementation, indices) * repeats, 0.1)[0] / repeats
+                measured.append((group, len(indices), max(0.0, whole - group_producers[group])))
+            results["groups"] += group_rows(walk, implementation, mode, measured)
+        except libattnres.UnsupportedError as error:
+            results["skipped"].append(f"{implementation.name}, {walk.num_tokens} tokens: {error}")
+        except RuntimeError as error:  # out of memory, or a CUDA error: keep what there is
+            results["failures"].append(
+                f"{implementation.name}, {walk.num_tokens} tokens: {type(error).__name__}: {error}"
+            )
+
+
+def group_rows(
+    walk: Walk, implementation: Implementation, mode: str, measured: Sequence[tuple[Group, int, float]]
+) -> list[dict[str, Any]]:
+    """Net time of each group of call sites, and its share of their sum."""
+    everything = sum(net for _, _, net in measured) or 1.0
+    return [
+        {
+            "name": implementation.name,
+            "backend": implementation.backend,
+            "pdl": implementation.pdl,
+            "tokens": walk.num_tokens,
+            "mode": mode,
+            "num_blocks": group.num_blocks,
+            "variant": group.variant,
+            "calls": calls,
+            "net_us": net,
+            "us_per_call": net / calls,
+            "share": net / everything,
+        }
+        for group, calls, net in measured
+    ]
+
+
+def measure_graphs(
+    tokens: Sequence[int],
+    backends: Sequence[str],
+    pdl: Sequence[str],
+    device: torch.device,
+    console: Console,
+    *,
+    shares: bool = True,
+    eager: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Walk at each number of tokens: in a CUDA graph on a GPU, in a plain loop on the CPU."""
+    results: dict[str, Any] = {"rows": [], "groups": [], "failures": [], "skipped": []}
+    implementations = []
+    for backend in backends:
+        modes = pdl if backend in ("native", "triton") else (None,)
+        implementations += [Implementation(backend, mode) for mode in modes]
+    cache_bytes = L2_BYTES
+    if device.type == "cuda":
+        cache_bytes = metadata.gpu_state(device)["l2_bytes"] or L2_BYTES
+    for num_tokens in console.progress(tokens, len(tokens), "walking"):
+        try:
+            walk = Walk(num_tokens, device, cache_bytes, seed)
+            if device.type == "cpu":
+                measure_tokens(walk, implementations, "wall", False, results)
+                continue
+            measure_tokens(walk, implementations, "graph", shares, results)
+            if eager:
+                measure_tokens(walk, implementations, "eager", False, results)
+        except RuntimeError as error:
+            results["failures"].append(f"{num_tokens} tokens: {type(error).__name__}: {error}")
+    return results
+
+
+@contextlib.contextmanager
+def limited_threads(count: int | None) -> Iterator[None]:
+    """Limit the threads of PyTorch and of the host backend; None leaves them."""
+    if count is None:
+        yield
+        return
+    before, variable = torch.get_num_threads(), os.environ.get("LIBATTNRES_NUM_THREADS")
+    torch.set_num_threads(count)
+    os.environ["LIBATTNRES_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del os.environ["LIBATTNRES_NUM_THREADS"]
+        if variable is not None:
+            os.environ["LIBATTNRES_NUM_THREADS"] = variable
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
+    """Check, measure, print; status 1 when a call was wrong or a goal was missed."""
+    refuse_debug_build()
+    device = chosen_device(args.device)
+    tokens = list(args.tokens or DEFAULT_TOKENS[device.type])
+    for num_tokens in tokens:
+        if num_tokens < 1:
+            raise ValueError(f"--tokens: expected numbers >= 1, got {num_tokens}")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads: expected a number >= 1, got {args.threads}")
+    usable = libattnres.probe().backends
+    backends = args.backend or (("native", "triton") if device.type == "cuda" else ("host", "torch"))
+    unusable = [f"{name}: {usable[name]}" for name in backends if usable[name] is not None]
+    with torch.no_grad(), limited_threads(args.threads):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        results = measure_graphs(
+            tokens,
+            [name for name in backends if usable[name] is None],
+            args.pdl,
+            device,
+            console,
+            shares=not args.no_shares,
+            eager=args.eager,
+            seed=args.seed,
+        )
+        results["threads"] = torch.get_num_threads()
+    results["skipped"] += unusable
+    results |= {
+        "device": str(device),
+        "gpu": metadata.gpu_state(device) if device.type == "cuda" else {},
+        "bytes_per_token": bytes_per_token(),
+        "passed": not results["failures"],
+    }
+    goals = targets.check_walk(results["rows"]) if args.targets else []
+    if args.targets:
+        results["targets"] = [goal.as_dict() for goal in goals]
+    report(console, results)
+    if goals:
+        console.table("goals", *targets.table(goals))
+    return int(bool(results["failures"]) or any(goal.met is False for goal in goals)), results
+
+
+def report(console: Console, results: dict[str, Any]) -> None:
+    """Totals per backend, then the shares of the call sites."""
+    console.table(
+        f"one step of {len(walk_calls())} calls, microseconds",
+        ("tokens", "mode", "what", "total", "p20", "p80", "producers", "net", "GB/s net", "slowest / this"),
+        [
+            (
+                row["tokens"],
+                row["mode"],
+                row["name"],
+                round(row["median_us"], 1),
+                round(row["p20_us"], 1),
+                round(row["p80_us"], 1),
+                round(row["producers_us"], 1),
+                round(row["net_us"], 1),
+                round(row["bytes"] / row["net_us"] / 1e3) if row["net_us"] > 0 else None,
+                slowest(results["rows"], row) / row["net_us"] if row["net_us"] > 0 else None,
+            )
+            for row in results["rows"]
+        ],
+    )
+    for (tokens, name), groups in shares_of(results["groups"]).items():
+        console.table(
+            f"{tokens} tokens, {name}: net of the producers, by call site",
+            ("blocks", "variant", "calls", "us", "us per call", "% of the step"),
+            [
+                (
+                    group["num_blocks"],
+                    group["variant"],
+                    group["calls"],
+                    group["net_us"],
+                    group["us_per_call"],
+                    100 * group["share"],
+                )
+                for group in groups
+            ],
+        )
+    for line in results["skipped"]:
+        console.line(f"not measured: {line}")
+    for line in results["failures"]:
+        console.line(f"WRONG: {line}")
+
+
+def slowest(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float:
+    """Net time of the slowest at the same number of tokens."""
+    same = [other for other in rows if (other["tokens"], other["mode"]) == (row["tokens"], row["mode"])]
+    return max(float(other["net_us"]) for other in same)
+
+
+def shares_of(groups: Sequence[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """The groups of each (tokens, implementation)."""
+    result: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for group in groups:
+        result.setdefault((group["tokens"], group["name"]), []).append(group)
+    return result
