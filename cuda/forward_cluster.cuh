@@ -23,6 +23,7 @@
 #include "device/bf16.cuh"
 #include "device/ptx.cuh"
 #include "device/reduce.cuh"
+#include "device/softmax.cuh"
 #include "instances.hpp"
 
 namespace attnres {
@@ -53,9 +54,6 @@ struct ClusterTraits {
 };
 
 namespace cluster {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kCancellation = 1.0f / 128.0f;  // as in the ring kernel
 
 // Partial sums by value, then sender; 36 floats apart so that eight lanes read eight bank groups.
 inline constexpr int kSumStride = 36;
@@ -188,18 +186,18 @@ class ClusterThread {
 
   // Receives the prefix exchange and writes the output.
   __device__ __forceinline__ void finish() {
-    float mixed_share = 0.0f, prefix_share = 1.0f;
+    Shares shares;
     if constexpr (!T::kCopiesPrefix) {
       ptx::mbarrier_wait_cluster(ptx::shared_address(&storage_.prefix_arrived), 0);
-      share_prefix(mixed_share, prefix_share);
+      shares = share_prefix();
     }
     uint4 result = prefix_;
     if constexpr (!T::kCopiesPrefix) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float2 value = mul2(make_float2(prefix_share, prefix_share), unpack(word(prefix_, i)));
+        float2 value = mul2(make_float2(shares.prefix, shares.prefix), unpack(word(prefix_, i)));
         if constexpr (T::kBankRows > 0) {
-          value = fma2(make_float2(mixed_share, mixed_share), mixed_[i], value);
+          value = fma2(make_float2(shares.mixed, shares.mixed), mixed_[i], value);
         }
         if constexpr (T::kHasOutputNorm) value = mul2(value, unpack(word(output_weight_, i)));
         word(result, i) = pack(value);
@@ -267,10 +265,6 @@ class ClusterThread {
 
   // --- arithmetic ----------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float score(float square_sum, float dot) const {
-    return dot * rsqrtf(square_sum * (1.0f / T::kHidden) + params_.eps) * cluster::kLog2E;
-  }
-
   __device__ __forceinline__ void square_and_dot(const uint4& row, float& square_sum,
                                                  float& dot) const {
     float2 squares = make_float2(0.0f, 0.0f), dots = make_float2(0.0f, 0.0f);
@@ -292,7 +286,8 @@ class ClusterThread {
     const float other = __shfl_xor_sync(0xffffffffu, sum, 2);
     const bool holds_squares = (lane_ & 2) == 0;
     const float row_score = row < T::kBankRows
-                                ? score(holds_squares ? sum : other, holds_squares ? other : sum)
+                                ? score<T::kHidden>(holds_squares ? sum : other,
+                                                    holds_squares ? other : sum, params_.eps)
                                 : -INFINITY;
     max_ = row_score;
 #pragma unroll
@@ -316,43 +311,39 @@ class ClusterThread {
   }
 
   // The factors of `mixed` and p in the output, output norm included.
-  __device__ __forceinline__ void share_prefix(float& mixed_share, float& prefix_share) {
+  __device__ __forceinline__ Shares share_prefix() {
     const float sum = sum_of_senders<4>(ptx::shared_address(storage_.prefix_sums), lane_ / 8);
     const float prefix_square = __shfl_sync(0xffffffffu, sum, 0);
-    float total = 1.0f, square = prefix_square;
+    Shares shares;
     if constexpr (T::kBankRows > 0) {
-      const float prefix_score = score(prefix_square, __shfl_sync(0xffffffffu, sum, 8));
-      const float new_max = fmaxf(max_, prefix_score);
-      mixed_share = ptx::exp2_approx(max_ - new_max);
-      prefix_share = ptx::exp2_approx(prefix_score - new_max);
-      total = sum_ * mixed_share + prefix_share;
-      if constexpr (T::kHasOutputNorm) {
+      const float dot = __shfl_sync(0xffffffffu, sum, 8);
+      shares = join_prefix(max_, sum_, score<T::kHidden>(prefix_square, dot, params_.eps));
+    }
+    if constexpr (T::kHasOutputNorm) {
+      float square = prefix_square;
+      if constexpr (T::kBankRows > 0) {
         const float prefix_mixed = __shfl_sync(0xffffffffu, sum, 16);
         const float mixed_square = __shfl_sync(0xffffffffu, sum, 24);
-        const float terms =
-            mixed_share * mixed_share * mixed_square + prefix_share * prefix_share * prefix_square;
-        square = 2.0f * mixed_share * prefix_share * prefix_mixed + terms;
-        if (square < terms * cluster::kCancellation)
-          square = exact_square(mixed_share, prefix_share);
+        const ExpandedSquare expanded =
+            expand_square(shares, mixed_square, prefix_mixed, prefix_square);
+        square = expanded.cancels ? exact_square(shares) : expanded.value;
       }
+      normalise<T::kHidden>(shares, square, params_.output_norm_eps);
+    } else {
+      average(shares);
     }
-    float scale = 1.0f / total;
-    if constexpr (T::kHasOutputNorm) {
-      scale = rsqrtf(square * (1.0f / T::kHidden) + params_.output_norm_eps * (total * total));
-    }
-    mixed_share *= scale;
-    prefix_share *= scale;
+    return shares;
   }
 
-  // |mixed_share mixed + prefix_share p|^2 from its elements. Every block of the cluster comes here or
+  // |mixed shares.mixed + p shares.prefix|^2 from its elements. Every block of the cluster comes here or
   // none: the decision rests on sums that all of them computed alike.
-  __device__ __forceinline__ float exact_square(float mixed_share, float prefix_share) {
+  __device__ __forceinline__ float exact_square(const Shares& shares) {
     float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 value =
-          fma2(make_float2(mixed_share, mixed_share), mixed_[i],
-               mul2(make_float2(prefix_share, prefix_share), unpack(word(prefix_, i))));
+          fma2(make_float2(shares.mixed, shares.mixed), mixed_[i],
+               mul2(make_float2(shares.prefix, shares.prefix), unpack(word(prefix_, i))));
       squares = fma2(value, value, squares);
     }
     float sums[1] = {squares.x + squares.y};

@@ -14,8 +14,8 @@
 // streams rows, in the order bank rows, then (prefix, delta) per prefix, into a ring of row slots; slot i is
 // guarded by full[i] (the bulk copy's bytes) and empty[i] (one arrival per consumer warp). Consumer warps
 // own 1/7 of the columns each and move a row to registers as it lands; they hand a slot back past a proxy
-// fence, since the next bulk copy into it is ordered after their loads by nothing else. Rows are reduced in chunks of NC
-// rows: the warps publish partial sums, and later settle the chunk into an online softmax.
+// fence, since nothing else orders the next bulk copy into it after their loads. Rows are reduced in chunks
+// of NC rows: the warps publish partial sums, and later settle the chunk into an online softmax.
 // - Publishing stores to one of two buffers; the consumers meet at a named barrier, and then settle: everybody
 //   adds the same partial sums in the same order. A buffer is written again two exchanges later, past a
 //   barrier that everybody reaches only after reading it.
@@ -32,6 +32,7 @@
 #include "device/bf16.cuh"
 #include "device/ptx.cuh"
 #include "device/reduce.cuh"
+#include "device/softmax.cuh"
 #include "instances.hpp"
 #include "ring_policy.cuh"
 
@@ -70,10 +71,8 @@ struct RingTraits {
                 "The static common path has an output norm.");
 };
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kMaxSlack = 8.0f;  // in powers of two
-inline constexpr float kCancellation =
-    1.0f / 128.0f;  // of the norm's terms; below, sum squares again
+// By how much a score, in powers of two, may exceed the softmax's reference before that is refreshed.
+inline constexpr float kMaxSlack = 8.0f;
 
 // The output norm's weights stay in shared memory: registers are short, and a load from global memory
 // would wait behind the batch's own traffic.
@@ -243,8 +242,8 @@ class RingConsumer {
     const auto* qk_weight = static_cast<const __nv_bfloat16*>(params.qk_weight);
 #pragma unroll
     for (int k = 0; k < T::kVectors; ++k) {
-      const uint4 norm = ptx::load_read_only(norm_weight + column(k));
-      const uint4 qk = ptx::load_read_only(qk_weight + column(k));
+      const uint4 norm = ptx::load_read_only(vector_of(norm_weight, k));
+      const uint4 qk = ptx::load_read_only(vector_of(qk_weight, k));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         query_[4 * k + i] = mul2(unpack(word(norm, i)), unpack(word(qk, i)));
@@ -284,8 +283,13 @@ class RingConsumer {
   static constexpr int kRowsOf =
       CHUNK < T::kChunks - 1 ? T::kRowsPerStage : T::kBankRows - CHUNK * T::kRowsPerStage;
 
-  __device__ __forceinline__ int column(int k) const {
-    return (k * T::kConsumers + static_cast<int>(threadIdx.x)) * 8;
+  // This thread's vector k of a row starts here; k only adds a constant to the address.
+  template <typename Element>
+  static __device__ __forceinline__ Element* vector_of(Element* row, int k) {
+    return row + threadIdx.x * 8 + k * (T::kConsumers * 8);
+  }
+  static __device__ __forceinline__ uint32_t vector_of(uint32_t row, int k) {
+    return row + threadIdx.x * 16 + k * (T::kConsumers * 16);
   }
 
   // --- ring ----------------------------------------------------------------------------------------
@@ -295,7 +299,7 @@ class RingConsumer {
     ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);
 #pragma unroll
     for (int k = 0; k < T::kVectors; ++k) {
-      row[k] = ptx::load_shared(shared_.row(cursor_.slot) + column(k) * 2);
+      row[k] = ptx::load_shared(vector_of(shared_.row(cursor_.slot), k));
     }
     cursor_.advance(params_.ring_rows);
   }
@@ -336,10 +340,6 @@ class RingConsumer {
     const float4 low = ptx::load_shared_float4(address);
     const float4 high = ptx::load_shared_float4(address + 16);
     return ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + high.z);
-  }
-
-  __device__ __forceinline__ float score(float square_sum, float dot) const {
-    return dot * rsqrtf(square_sum * (1.0f / T::kHidden) + params_.eps) * kLog2E;
   }
 
   // --- phases ------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class RingConsumer {
     float chunk_max = -INFINITY;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      scores[r] = score(sums[2 * r], sums[2 * r + 1]);
+      scores[r] = score<T::kHidden>(sums[2 * r], sums[2 * r + 1], params_.eps);
       chunk_max = fmaxf(chunk_max, scores[r]);
     }
     if constexpr (CHUNK == 0) {
@@ -497,7 +497,7 @@ class RingConsumer {
       for (int k = 0; k < T::kVectors; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) word(row[k], i) = add(word(row[k], i), word(delta[k], i));
-        ptx::store_global(prefix + column(k), row[k]);
+        ptx::store_global(vector_of(prefix, k), row[k]);
       }
     } else {
       release_rows(first, 1);
@@ -511,7 +511,7 @@ class RingConsumer {
                         int64_t{entry} * params_.blocks_token_stride +
                         params_.block_write_idx * params_.blocks_row_stride;
 #pragma unroll
-    for (int k = 0; k < T::kVectors; ++k) ptx::store_global(destination + column(k), row[k]);
+    for (int k = 0; k < T::kVectors; ++k) ptx::store_global(vector_of(destination, k), row[k]);
   }
 
   // Settles the prefix sums of an entry and writes its outputs.
@@ -523,7 +523,7 @@ class RingConsumer {
         auto* output = output_row(entry * T::kPrefixes + b);
 #pragma unroll
         for (int k = 0; k < T::kVectors; ++k)
-          ptx::store_global(output + column(k), prefix_rows[b][k]);
+          ptx::store_global(vector_of(output, k), prefix_rows[b][k]);
       }
     } else {
       float sums[T::kPrefixSums];
@@ -539,44 +539,39 @@ class RingConsumer {
   // sums: p.p, p.q, p.mixed of this prefix.
   __device__ __forceinline__ void finish_prefix(int32_t token, const uint4 (&row)[T::kVectors],
                                                 const float* sums, float mixed_square) {
-    float mixed_share = 0.0f, prefix_share = 1.0f, total = 1.0f;
+    Shares shares;
     if constexpr (T::kChunks > 0) {
-      const float prefix_score = score(sums[0], sums[1]);
-      const float new_max = fmaxf(max_, prefix_score);
-      mixed_share = ptx::exp2_approx(max_ - new_max);
-      prefix_share = ptx::exp2_approx(prefix_score - new_max);
-      total = sum_ * mixed_share + prefix_share;
+      shares = join_prefix(max_, sum_, score<T::kHidden>(sums[0], sums[1], params_.eps));
     }
-    float scale = 1.0f / total;
     if constexpr (T::kHasOutputNorm) {
-      float square = prefix_share * prefix_share * sums[0];
+      float square = sums[0];
       if constexpr (T::kChunks > 0) {
-        const float terms = mixed_share * mixed_share * mixed_square + square;
-        square = 2.0f * mixed_share * prefix_share * sums[2] + terms;
-        if (square < terms * kCancellation) square = exact_square(row, mixed_share, prefix_share);
+        const ExpandedSquare expanded = expand_square(shares, mixed_square, sums[2], sums[0]);
+        square = expanded.cancels ? exact_square(row, shares) : expanded.value;
       }
-      scale = rsqrtf(square * (1.0f / T::kHidden) + params_.output_norm_eps * (total * total));
+      normalise<T::kHidden>(shares, square, params_.output_norm_eps);
+    } else {
+      average(shares);
     }
-    mixed_share *= scale;
-    prefix_share *= scale;
     if constexpr (T::kHasOutputNorm) ptx::mbarrier_wait(shared_.weight_arrived(), 0);
     auto* output = output_row(token);
 #pragma unroll
     for (int k = 0; k < T::kVectors; ++k) {
       uint4 result, weight;
       if constexpr (T::kHasOutputNorm) {
-        weight = ptx::load_shared(shared_.output_norm_weight() + column(k) * 2);
+        weight = ptx::load_shared(vector_of(shared_.output_norm_weight(), k));
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float2 value = mul2(make_float2(prefix_share, prefix_share), unpack_anew(word(row[k], i)));
+        float2 value =
+            mul2(make_float2(shares.prefix, shares.prefix), unpack_anew(word(row[k], i)));
         if constexpr (T::kChunks > 0) {
-          value = fma2(make_float2(mixed_share, mixed_share), mixed_[4 * k + i], value);
+          value = fma2(make_float2(shares.mixed, shares.mixed), mixed_[4 * k + i], value);
         }
         if constexpr (T::kHasOutputNorm) value = mul2(value, unpack(word(weight, i)));
         word(result, i) = pack(value);
       }
-      ptx::store_global(output + column(k), result);
+      ptx::store_global(vector_of(output, k), result);
     }
   }
 
@@ -584,17 +579,17 @@ class RingConsumer {
     return static_cast<__nv_bfloat16*>(params_.output) + int64_t{token} * params_.output_stride;
   }
 
-  // |mixed_share mixed + prefix_share p|^2 from its elements. Every consumer comes here or none: the
+  // |mixed shares.mixed + p shares.prefix|^2 from its elements. Every consumer comes here or none: the
   // decision rests on sums that all of them computed alike.
-  __device__ __forceinline__ float exact_square(const uint4 (&row)[T::kVectors], float mixed_share,
-                                                float prefix_share) {
+  __device__ __forceinline__ float exact_square(const uint4 (&row)[T::kVectors],
+                                                const Shares& shares) {
     float sums[1];
     float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < T::kPairs; ++i) {
       const float2 value =
-          fma2(make_float2(mixed_share, mixed_share), mixed_[i],
-               mul2(make_float2(prefix_share, prefix_share), unpack(word(row[i / 4], i % 4))));
+          fma2(make_float2(shares.mixed, shares.mixed), mixed_[i],
+               mul2(make_float2(shares.prefix, shares.prefix), unpack(word(row[i / 4], i % 4))));
       squares = fma2(value, value, squares);
     }
     sums[0] = squares.x + squares.y;

@@ -21,7 +21,7 @@ struct RingPolicy {
   static constexpr int kMaxRingRows = kMaxCtasPerSm == 2 ? 8 : 16;
 
   // Whether an entry's output is finished under the next entry's first chunk.
-  static constexpr bool kDefersOutput = B == 1 && NC != 2;
+  static constexpr bool kDefersOutput = B == 1;
 };
 
 }  // namespace attnres
