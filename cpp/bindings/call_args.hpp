@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Positional Python arguments of one call -> attnres_forward_args. METH_FASTCALL rather than a pybind11
-// signature: 29 converters and their overload machinery cost more than the call itself.
+// signature: 30 converters and their overload machinery cost more than the call itself.
 #pragma once
 
 #include <Python.h>
@@ -51,6 +51,7 @@ inline constexpr Field kFields[] = {
     ATTNRES_FIELD(ctas_per_sm, kInt32),
     ATTNRES_FIELD(cluster_size, kInt32),
     ATTNRES_FIELD(num_threads, kInt32),
+    ATTNRES_FIELD(batch_invariant, kInt32),
 };
 #undef ATTNRES_FIELD
 inline constexpr Py_ssize_t kNumFields = sizeof(kFields) / sizeof(kFields[0]);

@@ -163,6 +163,8 @@ py::dict probe(int32_t device) {
   dict["target"] = info.target;
   dict["built_targets"] = info.built_targets;
   dict["reason"] = info.reason;
+  dict["plan"] = info.plan;
+  dict["plan_error"] = info.plan_error;
   return dict;
 }
 
@@ -210,7 +212,7 @@ PyMethodDef* fast_methods() {
           "forward_tensors",
           "forward_tensors(prefix, delta, blocks, norm_weight, qk_weight, "
           "output_norm_weight, num_blocks, block_write_idx, eps, "
-          "output_norm_eps, out, pdl, backend) -> bool: True when served."),
+          "output_norm_eps, out, pdl, backend, batch_invariant) -> bool: True when served."),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

@@ -164,6 +164,14 @@ inline bool read_pdl(PyObject* object, int32_t* pdl) {
   return true;
 }
 
+// None, False or True.
+inline bool read_batch_invariant(PyObject* object, int32_t* batch_invariant) {
+  if (object == Py_None) return true;
+  if (!PyBool_Check(object)) return false;
+  *batch_invariant = object == Py_True ? 1 : -1;
+  return true;
+}
+
 enum class Backend { kAuto, kNative, kHost, kOther };
 
 // The forced backend, if it is one that runs here. The environment is asked on every call, as documented;
@@ -184,7 +192,7 @@ inline Backend read_backend(PyObject* object) {
 }
 
 // Fills `args` from (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks,
-// block_write_idx, eps, output_norm_eps, out, pdl); false when the call is for the slow path.
+// block_write_idx, eps, output_norm_eps, out, pdl, backend, batch_invariant); false when the call is for the slow path.
 inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_forward_args* args) {
   dlpack::Tensor prefix, delta, blocks, output;
   if (!reader->read(objects[0], 2, &prefix) || !reader->read(objects[2], 3, &blocks)) return false;
@@ -225,14 +233,15 @@ inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_fo
   args->output_stride = meaningful_stride(output, 0, hidden_size);
   return read_int(objects[6], &args->num_blocks) && read_int(objects[7], &args->block_write_idx) &&
          read_float(objects[8], &args->eps) && read_float(objects[9], &args->output_norm_eps) &&
-         read_pdl(objects[11], &args->pdl);
+         read_pdl(objects[11], &args->pdl) &&
+         read_batch_invariant(objects[13], &args->batch_invariant);
 }
 
-// forward_tensors(prefix, ..., out, pdl, backend) -> True when the call was served, False when it is for
-// the slow path. Nothing is written before either False or an exception.
+// forward_tensors(prefix, ..., out, pdl, backend, batch_invariant) -> True when the call was served, False
+// when it is for the slow path. Nothing is written before either False or an exception.
 inline PyObject* forward_tensors(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  if (count != 13) {
-    PyErr_Format(PyExc_TypeError, "expected 13 positional arguments, got %zd", count);
+  if (count != 14) {
+    PyErr_Format(PyExc_TypeError, "expected 14 positional arguments, got %zd", count);
     return nullptr;
   }
   if (tensor_types.api == nullptr) Py_RETURN_FALSE;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -92,9 +93,21 @@ attnres_forward_args read_args(const attnres_forward_args* caller) {
   return args;
 }
 
+// Asked on every call, as the variable that names the backend is.
+int32_t default_batch_invariant() {
+  constexpr const char* kVariable = "LIBATTNRES_BATCH_INVARIANT";
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0' || std::strcmp(text, "0") == 0) [[likely]]
+    return -1;
+  if (std::strcmp(text, "1") == 0) return 1;
+  fail(ATTNRES_INVALID_ARGUMENT,
+       std::string(kVariable) + ": expected 0 or 1, got '" + std::string(text).substr(0, 40) + "'");
+}
+
 attnres_forward_args read_checked_args(const attnres_forward_args* caller, bool on_device) {
-  const attnres_forward_args args = read_args(caller);
+  attnres_forward_args args = read_args(caller);
   check(args, on_device);
+  if (args.batch_invariant == 0) args.batch_invariant = default_batch_invariant();
   return args;
 }
 

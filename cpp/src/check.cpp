@@ -170,6 +170,7 @@ void check_sizes(const attnres_forward_args& args) {
 void check_options(const attnres_forward_args& args, bool on_device) {
   require_epsilon("eps", args.eps);
   require_epsilon("output_norm_eps", args.output_norm_eps);
+  require_range("batch_invariant", args.batch_invariant, -1, 1);
   if (args.dtype < ATTNRES_BFLOAT16 || args.dtype > ATTNRES_FLOAT32) [[unlikely]] {
     refuse("dtype", "0 (bfloat16), 1 (float16) or 2 (float32)", std::to_string(args.dtype));
   }

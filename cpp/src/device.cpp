@@ -11,6 +11,7 @@
 
 #include "device_forward.hpp"
 #include "error.hpp"
+#include "plan.hpp"
 
 namespace attnres {
 namespace {
@@ -211,7 +212,13 @@ attnres_probe_info probe(int device) {
     cudaGetLastError();
   }
   // No device has such an ordinal, so nothing is kept for it.
-  return device < kMaxDevices ? probe_cached(device) : probe_now(device);
+  attnres_probe_info info = device < kMaxDevices ? probe_cached(device) : probe_now(device);
+  if (info.native != 0) {
+    set_text(info.plan,
+             plan_source({info.compute_major, info.compute_minor, info.num_sms, info.device_name}));
+  }
+  set_text(info.plan_error, plan_error());
+  return info;
 }
 
 void warmup(int device) {

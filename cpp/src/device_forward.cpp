@@ -24,6 +24,10 @@ const attnres_probe_info& require_native(int device) {
   return info;
 }
 
+Gpu gpu_of(const attnres_probe_info& info) {
+  return {info.compute_major, info.compute_minor, info.num_sms, info.device_name};
+}
+
 void require_tokens(const attnres_forward_args& args) {
   if (args.num_tokens == 0) {
     fail(ATTNRES_INVALID_ARGUMENT,
@@ -57,7 +61,7 @@ ForwardParams params_of(const attnres_forward_args& args, int32_t ring_rows) {
 void device_forward(const attnres_forward_args& args, CUstream_st* stream) {
   const CurrentDevice current(args.device);
   const attnres_probe_info& info = require_native(current.ordinal());
-  const Plan plan = make_plan(args, info.compute_major, info.num_sms);
+  const Plan plan = make_plan(args, gpu_of(info));
   prepare(*plan.instance, current.ordinal());
   const ForwardParams params = params_of(args, plan.ring_rows);
   const LaunchShape shape = {.grid_size = plan.grid_size,
@@ -84,7 +88,7 @@ attnres_plan_info plan_on_device(const attnres_forward_args& args) {
   require_tokens(args);
   const CurrentDevice current(args.device);
   const attnres_probe_info& info = require_native(current.ordinal());
-  return plan_info(make_plan(args, info.compute_major, info.num_sms));
+  return plan_info(make_plan(args, gpu_of(info)));
 }
 
 attnres_plan_info plan_for(const attnres_forward_args& args, int compute_major, int compute_minor,
@@ -99,7 +103,7 @@ attnres_plan_info plan_for(const attnres_forward_args& args, int compute_major, 
                                   std::to_string(compute_major) + "." +
                                   std::to_string(compute_minor));
   }
-  return plan_info(make_plan(args, compute_major, num_sms));
+  return plan_info(make_plan(args, {compute_major, compute_minor, num_sms, nullptr}));
 }
 
 }  // namespace attnres

@@ -2,13 +2,13 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
-#include <span>
 #include <string>
 
-#include "device_forward.hpp"
 #include "error.hpp"
-#include "plan_table.hpp"
+#include "plan_choice.hpp"
+#include "plan_file.hpp"
 
 namespace attnres {
 namespace {
@@ -18,33 +18,6 @@ namespace {
 constexpr int64_t kSharedMemoryPerSm = 233472;
 constexpr int64_t kReservedPerBlock = 1024;
 constexpr int64_t kMaxPerBlock = kSharedMemoryPerSm - kReservedPerBlock;
-
-PlanRow choose_row(const attnres_forward_args& args, int64_t entries, int prefixes,
-                   int compute_major, int num_sms) {
-  const std::span<const PlanRow> table = compute_major >= 10
-                                             ? std::span<const PlanRow>(kBlackwellPlan)
-                                             : std::span<const PlanRow>(kHopperPlan);
-  const double entries_per_sm = static_cast<double>(entries) / num_sms;
-  const bool wants_ring = args.kernel == ATTNRES_KERNEL_RING || args.rows_per_stage != 0 ||
-                          args.ctas_per_sm != 0 || prefixes > 1;
-  const bool wants_cluster = args.kernel == ATTNRES_KERNEL_CLUSTER || args.cluster_size != 0;
-  const Reads reads = args.pdl == ATTNRES_PDL_EARLY ? Reads::kEarly : Reads::kAfterWait;
-  const auto serves = [&](const PlanRow& row) {
-    return (row.reads == Reads::kAny || row.reads == reads) &&
-           (row.kernel == ATTNRES_KERNEL_RING ? !wants_cluster : !wants_ring);
-  };
-  // A batch beyond every row of the kernel that was asked for takes that kernel's last row.
-  PlanRow row = cluster_row(Reads::kAny, kUnbounded, 2);
-  for (const PlanRow& candidate : table) {
-    if (!serves(candidate)) continue;
-    row = candidate;
-    if (entries_per_sm <= candidate.max_entries_per_sm) break;
-  }
-  if (args.rows_per_stage != 0) row.rows_per_stage = args.rows_per_stage;
-  if (args.cluster_size != 0) row.cluster_size = args.cluster_size;
-  if (args.ctas_per_sm != 0) row.ctas_per_sm = args.ctas_per_sm;
-  return row;
-}
 
 std::string describe(const attnres_permutation& p) {
   std::string text = p.kernel == ATTNRES_KERNEL_RING ? "ring kernel" : "cluster kernel";
@@ -73,28 +46,74 @@ void refuse(const attnres_permutation& wanted) {
        "permutation: expected one that is compiled, got the " + describe(wanted));
 }
 
+int max_ctas_per_sm(int kernel, int num_sources, int rows_per_stage, int cluster_size) {
+  for (const Instance& instance : instances()) {
+    const attnres_permutation& p = instance.permutation;
+    if (p.kernel == kernel && p.num_sources == num_sources && p.rows_per_stage == rows_per_stage &&
+        p.cluster_size == cluster_size && p.prefixes_per_row == 1) {
+      return kernel == ATTNRES_KERNEL_RING ? static_cast<int>(*instance.max_ctas_per_sm) : 1;
+    }
+  }
+  return 0;
+}
+
+// The file of LIBATTNRES_PLAN_FILE, or what is wrong with it; both empty without one.
+struct UserPlan {
+  std::string path;
+  PlanFile file;
+  std::string error;
+};
+
+// Read once and kept until the process ends: a kernel may be launched from another static object's destructor.
+const UserPlan& user_plan() {
+  static const UserPlan& plan = *[] {
+    auto* fresh = new UserPlan;
+    const char* path = std::getenv(kPlanFileVariable);
+    if (path == nullptr || *path == '\0') return fresh;
+    fresh->path = path;
+    try {
+      fresh->file = read_plan_file(fresh->path, max_ctas_per_sm);
+    } catch (const Error& error) {
+      fresh->error = error.message;
+    }
+    return fresh;
+  }();
+  return plan;
+}
+
+const PlanSection* user_section(const Gpu& gpu) {
+  const PlanFile& file = user_plan().file;
+  if (file.empty()) return nullptr;
+  return find_section(file, gpu.compute_major, gpu.compute_minor, gpu.num_sms, gpu.name);
+}
+
+std::span<const PlanRow> plan_table(const Gpu& gpu) {
+  if (!user_plan().error.empty()) fail(ATTNRES_INVALID_ARGUMENT, user_plan().error);
+  const PlanSection* section = user_section(gpu);
+  if (section != nullptr) return section->rows;
+  return builtin_plan(gpu.compute_major);
+}
+
 }  // namespace
 
-Plan make_plan(const attnres_forward_args& args, int compute_major, int num_sms) {
+std::string plan_error() { return user_plan().error; }
+
+std::string plan_source(const Gpu& gpu) {
+  const PlanSection* section = user_section(gpu);
+  if (section == nullptr) return "built-in";
+  return printable_path(user_plan().path) + ", line " + std::to_string(section->line);
+}
+
+Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
+  const int num_sms = gpu.num_sms;
   const int64_t entries = args.num_bank_tokens;
   const int64_t prefixes = args.num_tokens / entries;
   if (args.num_tokens > std::numeric_limits<int32_t>::max()) {
     fail(ATTNRES_UNSUPPORTED, "num_tokens: expected at most 2147483647 on a device, got " +
                                   std::to_string(args.num_tokens));
   }
-  if (args.kernel == ATTNRES_KERNEL_CLUSTER &&
-      (args.rows_per_stage != 0 || args.ctas_per_sm != 0)) {
-    fail(ATTNRES_UNSUPPORTED,
-         "kernel: expected the ring kernel with rows_per_stage or ctas_per_sm, got the cluster "
-         "kernel");
-  }
-  if (args.cluster_size != 0 &&
-      (args.kernel == ATTNRES_KERNEL_RING || args.rows_per_stage != 0 || args.ctas_per_sm != 0)) {
-    fail(ATTNRES_UNSUPPORTED,
-         "kernel: expected the cluster kernel with cluster_size, got the ring kernel");
-  }
   const int prefixes_per_row = static_cast<int>(std::min<int64_t>(prefixes, 31));
-  const PlanRow row = choose_row(args, entries, prefixes_per_row, compute_major, num_sms);
+  const PlanRow row = choose_row(args, plan_table(gpu), num_sms);
   const bool ring = row.kernel == ATTNRES_KERNEL_RING;
   const bool has_output_norm = args.output_norm_weight != nullptr;
   const attnres_permutation wanted = {

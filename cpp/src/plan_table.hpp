@@ -9,6 +9,8 @@
 
 namespace attnres {
 
+inline constexpr int kMaxSources = 9;  // eight bank rows and the prefix
+
 enum class Reads {
   kAny,
   kEarly,
@@ -17,21 +19,26 @@ enum class Reads {
 
 struct PlanRow {
   Reads reads;
+  int max_sources;            // N <= this
   double max_entries_per_sm;  // T / SMs <= this
   int kernel;
   int rows_per_stage;  // ring: NC
   int ctas_per_sm;     // ring
   int cluster_size;    // cluster
+
+  friend bool operator==(const PlanRow&, const PlanRow&) = default;
 };
 
 inline constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
-constexpr PlanRow ring_row(Reads reads, double max_entries_per_sm, int rows_per_stage,
-                           int ctas_per_sm) {
-  return {reads, max_entries_per_sm, ATTNRES_KERNEL_RING, rows_per_stage, ctas_per_sm, 0};
+constexpr PlanRow ring_row(Reads reads, int max_sources, double max_entries_per_sm,
+                           int rows_per_stage, int ctas_per_sm) {
+  return {reads, max_sources, max_entries_per_sm, ATTNRES_KERNEL_RING, rows_per_stage, ctas_per_sm,
+          0};
 }
-constexpr PlanRow cluster_row(Reads reads, double max_entries_per_sm, int cluster_size) {
-  return {reads, max_entries_per_sm, ATTNRES_KERNEL_CLUSTER, 0, 0, cluster_size};
+constexpr PlanRow cluster_row(Reads reads, int max_sources, double max_entries_per_sm,
+                              int cluster_size) {
+  return {reads, max_sources, max_entries_per_sm, ATTNRES_KERNEL_CLUSTER, 0, 0, cluster_size};
 }
 
 // H200 (132 SMs), 2026-11-29, H = 7168, delta and output norm, CUDA graph, cold L2, microseconds.
@@ -40,17 +47,23 @@ constexpr PlanRow cluster_row(Reads reads, double max_entries_per_sm, int cluste
 // T = 1: cluster of 7 3.0, ring NC = 3 3.1; T = 16: ring 3.5, cluster of 4 3.7. From T = 128 on two
 // blocks per SM with NC = 2 are within 3 % of the best of all.
 inline constexpr PlanRow kHopperPlan[] = {
-    cluster_row(Reads::kAfterWait, 8.0 / 132, 7),  cluster_row(Reads::kAfterWait, 24.0 / 132, 4),
-    cluster_row(Reads::kAfterWait, 64.0 / 132, 2), cluster_row(Reads::kEarly, 4.0 / 132, 7),
-    ring_row(Reads::kEarly, 64.0 / 132, 3, 1),     ring_row(Reads::kAny, kUnbounded, 2, 2),
+    cluster_row(Reads::kAfterWait, kMaxSources, 8.0 / 132, 7),
+    cluster_row(Reads::kAfterWait, kMaxSources, 24.0 / 132, 4),
+    cluster_row(Reads::kAfterWait, kMaxSources, 64.0 / 132, 2),
+    cluster_row(Reads::kEarly, kMaxSources, 4.0 / 132, 7),
+    ring_row(Reads::kEarly, kMaxSources, 64.0 / 132, 3, 1),
+    ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
 // Derived, not measured: no such GPU was at hand. The kernels use an SM of these parts as one of Hopper's,
 // so batches of as many tokens per SM take the same rows.
 inline constexpr PlanRow kBlackwellPlan[] = {
-    cluster_row(Reads::kAfterWait, 8.0 / 132, 7),  cluster_row(Reads::kAfterWait, 24.0 / 132, 4),
-    cluster_row(Reads::kAfterWait, 64.0 / 132, 2), cluster_row(Reads::kEarly, 4.0 / 132, 7),
-    ring_row(Reads::kEarly, 64.0 / 132, 3, 1),     ring_row(Reads::kAny, kUnbounded, 2, 2),
+    cluster_row(Reads::kAfterWait, kMaxSources, 8.0 / 132, 7),
+    cluster_row(Reads::kAfterWait, kMaxSources, 24.0 / 132, 4),
+    cluster_row(Reads::kAfterWait, kMaxSources, 64.0 / 132, 2),
+    cluster_row(Reads::kEarly, kMaxSources, 4.0 / 132, 7),
+    ring_row(Reads::kEarly, kMaxSources, 64.0 / 132, 3, 1),
+    ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
 }  // namespace attnres

@@ -40,6 +40,7 @@ def attn_res(
     backend: str | None = None,
     pdl: str = "wait",
     plan: Plan | None = None,
+    batch_invariant: bool | None = None,
 ) -> torch.Tensor:
     r"""Attention Residuals: softmax attention of each token over its residual stream's history.
 
@@ -86,6 +87,11 @@ def attn_res(
         running writes rows ``0..num_blocks-1``. It has no meaning for the torch and host backends.
     plan : Plan, optional
         Overrides of the native launch plan; such a call runs natively or not at all.
+    batch_invariant : bool, optional
+        Whether the bits of a token's results must not depend on ``M`` or on its place in the batch, for
+        arguments of one layout on one backend. By default the environment variable
+        ``LIBATTNRES_BATCH_INVARIANT`` (0 or 1) decides, and without it they may. The torch backend cannot
+        promise it.
 
     Returns
     -------
@@ -125,6 +131,7 @@ def attn_res(
             backend,
             pdl,
             plan,
+            batch_invariant,
         )
     if _is_grad_enabled() and _may_require_grad(
         prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out
@@ -149,6 +156,7 @@ def attn_res(
             output,
             pdl,
             backend,
+            batch_invariant,
         )
     if not served:
         if _is_for_dispatcher(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
@@ -167,6 +175,7 @@ def attn_res(
                 backend,
                 pdl,
                 plan,
+                batch_invariant,
             )
         output = eager(
             prefix,
@@ -183,6 +192,7 @@ def attn_res(
             backend,
             pdl,
             plan,
+            batch_invariant,
         )
     # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
     if delta is not None:
@@ -242,6 +252,7 @@ def explain(
     backend: str | None = None,
     pdl: str = "wait",
     plan: Plan | None = None,
+    batch_invariant: bool | None = None,
 ) -> Explanation:
     """Which backend :func:`attn_res` would take for the same arguments, and why not the others.
 
@@ -251,8 +262,8 @@ def explain(
     Parameters
     ----------
     prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks, block_write_idx
-        As for :func:`attn_res`; so are ``eps``, ``output_norm_eps``, ``out``, ``backend``, ``pdl`` and
-        ``plan``.
+        As for :func:`attn_res`; so are ``eps``, ``output_norm_eps``, ``out``, ``backend``, ``pdl``,
+        ``plan`` and ``batch_invariant``.
 
     Returns
     -------
@@ -274,5 +285,6 @@ def explain(
         output_norm_eps,
         out,
         pdl,
+        batch_invariant,
     )
     return explain_call(call, backend, plan)

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from libattnres import _core
 
-__all__ = ["PDL_MODES", "Call", "Plan", "checked_call", "refuse_grad"]
+__all__ = ["BATCH_INVARIANT_VARIABLE", "PDL_MODES", "Call", "Plan", "checked_call", "refuse_grad"]
 
+BATCH_INVARIANT_VARIABLE = "LIBATTNRES_BATCH_INVARIANT"
 PDL_MODES = {"wait": 0, "early": 1, "off": 2}
 KERNELS = {None: 0, "ring": 1, "cluster": 2}
 CORE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -84,6 +86,7 @@ class Call:
     output_norm_eps: float
     out: torch.Tensor
     pdl: str
+    batch_invariant: bool = False
 
     def core_args(self, plan: Plan | None = None) -> tuple[int | float, ...]:
         """One value per name of ``_core.CALL_FIELDS``; refuses a dtype that the C ABI does not have."""
@@ -128,6 +131,7 @@ class Call:
             -1 if prefix.device.index is None else prefix.device.index,
             *(_NO_OVERRIDES if plan is None else plan.numbers()),
             0,
+            1 if self.batch_invariant else -1,
         )
 
 
@@ -154,6 +158,7 @@ def checked_call(
     output_norm_eps: float,
     out: torch.Tensor | None,
     pdl: str,
+    batch_invariant: bool | None = None,
 ) -> Call:
     """Check everything that is wrong for every backend, then allocate ``out`` where there is none.
 
@@ -168,6 +173,7 @@ def checked_call(
     eps = checked_epsilon("eps", eps)
     output_norm_eps = checked_epsilon("output_norm_eps", output_norm_eps)
     check_pdl(pdl)
+    batch_invariant = resolved_batch_invariant(batch_invariant)
     device = prefix.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"prefix: expected a CPU or CUDA tensor, got one on {device}")
@@ -186,6 +192,7 @@ def checked_call(
         output_norm_eps,
         out,
         pdl,
+        batch_invariant,
     )
     call.check_memory()
     return call
@@ -293,6 +300,23 @@ def check_pdl(pdl: Any) -> None:
     """One of the modes of the PDL contract."""
     if not isinstance(pdl, str) or pdl not in PDL_MODES:
         raise ValueError(f"pdl: expected one of {', '.join(map(repr, PDL_MODES))}, got {pdl!r}")
+
+
+def check_batch_invariant(batch_invariant: Any) -> None:
+    """A bool, or None for the environment."""
+    if batch_invariant is not None and not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant: expected a bool or None, got {describe_type(batch_invariant)}")
+
+
+def resolved_batch_invariant(batch_invariant: Any) -> bool:
+    """The argument, else the environment, else no. The library reads the variable in the same way."""
+    check_batch_invariant(batch_invariant)
+    if batch_invariant is not None:
+        return cast(bool, batch_invariant)
+    text = os.environ.get(BATCH_INVARIANT_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{BATCH_INVARIANT_VARIABLE}: expected 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def refuse_grad(

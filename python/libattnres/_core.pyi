@@ -38,6 +38,7 @@ def forward_tensors(
     out: torch.Tensor,
     pdl: str,
     backend: str | None,
+    batch_invariant: bool | None,
     /,
 ) -> bool: ...
 def probe(device: int = -1) -> ProbeInfo: ...

@@ -20,6 +20,11 @@ BACKENDS = ("native", "triton", "torch", "host")
 ENVIRONMENT_VARIABLE = "LIBATTNRES_BACKEND"
 AUTO_ORDER = {"cuda": ("native", "triton", "torch"), "cpu": ("host", "torch")}
 
+BATCH_VARIANT = {
+    "torch": "torch cannot be batch-invariant: PyTorch's sums may change their order with the batch"
+}
+"""Backends whose bits may depend on the batch, and why."""
+
 Source = Literal["argument", "plan", "LIBATTNRES_BACKEND", "auto"]
 
 
@@ -100,9 +105,18 @@ def requested_backend(backend: str | None, plan: Plan | None) -> tuple[str | Non
     return name, source
 
 
+def unsupported(name: str, call: Call) -> str | None:
+    """Why a backend cannot serve a call, as far as its module can tell before trying, or None."""
+    if call.batch_invariant:
+        reason = BATCH_VARIANT.get(name)
+        if reason is not None:
+            return reason
+    return load(name).unsupported(call.prefix, call.blocks, call.num_blocks)
+
+
 def refusal(name: str, call: Call, plan: Plan | None) -> str | None:
     """Why a backend cannot serve a call here, or None."""
-    reason = load(name).unsupported(call.prefix, call.blocks, call.num_blocks)
+    reason = unsupported(name, call)
     # Without tokens nothing is launched, so there is no plan that could refuse.
     if reason is not None or name != "native" or call.prefix.shape[0] == 0:
         return reason
@@ -134,7 +148,11 @@ def forward(name: str, call: Call, plan: Plan | None) -> None:
     if name == "native":
         from libattnres.backends import native
 
-        native.forward(*arguments, plan)
+        native.forward(*arguments, plan, call.batch_invariant)
+    elif name == "triton":
+        from libattnres.backends import triton
+
+        triton.forward(*arguments, call.batch_invariant)
     else:
         load(name).forward(*arguments)
 
@@ -149,7 +167,7 @@ def run(call: Call, backend: str | None, plan: Plan | None) -> None:
     """
     forced, source = requested_backend(backend, plan)
     if forced is not None:
-        reason = load(forced).unsupported(call.prefix, call.blocks, call.num_blocks)
+        reason = unsupported(forced, call)
         try:
             if reason is None:
                 forward(forced, call, plan)
@@ -159,7 +177,7 @@ def run(call: Call, backend: str | None, plan: Plan | None) -> None:
         raise UnsupportedError(unsupported_text(forced, source, reason))
     reasons = []
     for name in AUTO_ORDER[call.prefix.device.type]:
-        reason = load(name).unsupported(call.prefix, call.blocks, call.num_blocks)
+        reason = unsupported(name, call)
         try:
             if reason is None:
                 forward(name, call, None)

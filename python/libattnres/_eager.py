@@ -34,6 +34,7 @@ def eager(
     backend: str | None,
     pdl: str,
     plan: Plan | None,
+    batch_invariant: bool | None,
 ) -> torch.Tensor:
     """Check and run one call; the arguments and errors of :func:`libattnres.attn_res`.
 
@@ -52,6 +53,7 @@ def eager(
         output_norm_eps,
         out,
         pdl,
+        batch_invariant,
     )
     run(call, backend, plan)
     return call.out

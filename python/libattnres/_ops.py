@@ -30,14 +30,24 @@ from typing import Any
 
 import torch
 
-from libattnres._call import Plan, check_pdl, check_tensors, checked_index, refuse_grad
+from libattnres._call import (
+    Plan,
+    check_batch_invariant,
+    check_pdl,
+    check_tensors,
+    checked_index,
+    refuse_grad,
+)
 from libattnres._eager import eager
 
 __all__ = ["OPS", "attn_res"]
 
 _WEIGHTS = "Tensor norm_weight, Tensor qk_weight, Tensor? output_norm_weight, SymInt num_blocks"
 _WRITE = ", SymInt block_write_idx"
-_OPTIONS = ", float eps=1e-5, float output_norm_eps=1e-5, str? backend=None, str pdl='wait', int[]? plan=None"
+_OPTIONS = (
+    ", float eps=1e-5, float output_norm_eps=1e-5, str? backend=None, str pdl='wait', int[]? plan=None"
+    ", bool? batch_invariant=None"
+)
 
 SCHEMAS = {
     "attn_res": f"(Tensor prefix, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
@@ -87,11 +97,12 @@ def attn_res(
     backend: str | None,
     pdl: str,
     plan: Plan | None,
+    batch_invariant: bool | None,
 ) -> torch.Tensor:
     """Call the op that writes exactly what this call writes."""
     ops = torch.ops.libattnres
     weights = (norm_weight, qk_weight, output_norm_weight, num_blocks)
-    options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers())
+    options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers(), batch_invariant)
     if out is not None:
         ops.attn_res_out_(prefix, delta, blocks, *weights, block_write_idx, out, *options)
         return out
@@ -125,6 +136,7 @@ def _general(
     backend: str | None = None,
     pdl: str = "wait",
     plan: list[int] | None = None,
+    batch_invariant: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     # Inductor drops a copy whose source nobody else reads, so `attn_res(p, p.clone(), ...)` may arrive
@@ -146,6 +158,7 @@ def _general(
         backend,
         pdl,
         plan_from_numbers(plan),
+        batch_invariant,
     )
 
 
@@ -163,6 +176,7 @@ def _general_fake(
     backend: str | None = None,
     pdl: str = "wait",
     plan: list[int] | None = None,
+    batch_invariant: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_tensors(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
@@ -170,6 +184,7 @@ def _general_fake(
     checked_index("block_write_idx", block_write_idx)
     check_pdl(pdl)
     plan_from_numbers(plan)
+    check_batch_invariant(batch_invariant)
     return prefix.new_empty(prefix.shape) if out is None else out
 
 

@@ -22,6 +22,8 @@ class ProbeInfo(TypedDict):
     target: str
     built_targets: str
     reason: str
+    plan: str
+    plan_error: str
 
 
 class Permutation(TypedDict):

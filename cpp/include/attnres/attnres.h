@@ -103,10 +103,11 @@ typedef struct attnres_forward_args {
   int32_t
       num_threads; /* attnres_forward_host: 0 for LIBATTNRES_NUM_THREADS or one per available core */
 
-  int32_t
-      batch_invariant; /* 1: a token's bits depend neither on M nor on its place in the batch; 0: as
-                              LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0) */
-  int32_t reserved;        /* 0 */
+  /* 1: a token's bits depend neither on M nor on its place in the batch; -1: they may; 0: as
+   * LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0). attnres_forward then takes the ring kernel with
+   * two rows per stage, or the one that the overrides name. attnres_forward_host always keeps it. */
+  int32_t batch_invariant;
+  int32_t reserved; /* 0 */
 } attnres_forward_args;
 
 #define ATTNRES_FORWARD_ARGS_INIT               \
@@ -154,6 +155,11 @@ typedef struct attnres_probe_info {
   char target[16];        /* compiled target that would run, e.g. "90a"; empty without one */
   char built_targets[64]; /* compiled targets, e.g. "90a;100a;103a" */
   char reason[256];       /* why native is 0, or empty */
+  char plan[256]; /* where the plan comes from: "built-in" or a file and line; empty when native
+                             is 0 */
+  char plan_error
+      [512]; /* what is wrong with the file of LIBATTNRES_PLAN_FILE, or empty; attnres_forward
+                             refuses every call then */
 } attnres_probe_info;
 
 /* Run the operator on `stream` of `args->device`. Asynchronous and capturable into a CUDA graph once
@@ -175,7 +181,9 @@ ATTNRES_API attnres_status attnres_floor(const attnres_forward_args* args,
  * attnres_forward_host would, and do nothing else. Needs no GPU and dereferences no pointer of args. */
 ATTNRES_API attnres_status attnres_check(const attnres_forward_args* args, int32_t on_device);
 
-/* Which kernel and launch attnres_forward would use. */
+/* Which kernel and launch attnres_forward would use: the overrides' first, then the plan of the file that
+ * LIBATTNRES_PLAN_FILE names, where it has one for the device, then the built-in plan. The file is read once
+ * per process. */
 ATTNRES_API attnres_status attnres_plan(const attnres_forward_args* args, attnres_plan_info* plan);
 
 /* The same for a GPU that need not be there: `num_sms` multiprocessors, compute capability major.minor. */

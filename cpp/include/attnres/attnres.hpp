@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -104,6 +105,8 @@ struct ForwardArgs {
   Pdl pdl = Pdl::wait;                      // forward
   std::int32_t device = -1;                 // forward: CUDA ordinal, -1 for the current device
   PlanOverrides overrides{};                // forward
+  // forward: whether a token's bits must not depend on its batch; none: LIBATTNRES_BATCH_INVARIANT
+  std::optional<bool> batch_invariant{};
   // forward_host: 0 for LIBATTNRES_NUM_THREADS in the environment, else one per available core
   std::int32_t num_threads = 0;
 
@@ -156,6 +159,7 @@ struct ForwardArgs {
     args.ctas_per_sm = overrides.ctas_per_sm;
     args.cluster_size = overrides.cluster_size;
     args.num_threads = num_threads;
+    if (batch_invariant) args.batch_invariant = *batch_invariant ? 1 : -1;
     return args;
   }
 };

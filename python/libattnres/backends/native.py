@@ -84,6 +84,7 @@ def forward(
     out: torch.Tensor,
     pdl: str,
     plan: Plan | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """Launch on the current stream of the tensors' device; asynchronous."""
     call = Call(
@@ -99,6 +100,7 @@ def forward(
         output_norm_eps,
         out,
         pdl,
+        batch_invariant,
     )
     _core.forward(*call.core_args(plan), current_stream(prefix.device))
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from libattnres._core import UnsupportedError
+
 __all__ = [
     "Policy",
     "compile_cubin",
@@ -62,16 +64,17 @@ ELEMENTS_PER_WARP = 1024
 RESERVED_BYTES = 4 << 10
 
 
-def policy(num_tokens: int, block: int, element_size: int, num_sms: int, shared_memory: int) -> Policy:
+def policy(num_tokens: int | None, block: int, element_size: int, num_sms: int, shared_memory: int) -> Policy:
     """Choose the build for rows of ``block`` elements (a power of two, ``H`` padded).
 
-    Two builds at most per variant and device, so that token counts and indices do not compile anew. The
-    result's bits depend on ``block`` alone, neither on the number of tokens nor on the device.
+    Two builds at most per variant and device, so that token counts and indices do not compile anew. Both do
+    the same arithmetic in the same order, which depends on ``block`` alone; which of a sum's two products
+    the compiler fuses is nevertheless its own choice in each.
     """
     # One warp at least; never so many that two hold the same column (see the kernels' file).
     num_warps = max(1, min(16, block // ELEMENTS_PER_WARP))
     # With more tokens than half the multiprocessors, dependent launches must share one to overlap.
-    latency = 2 * num_tokens <= num_sms
+    latency = num_tokens is not None and 2 * num_tokens <= num_sms
     wanted_bytes = LATENCY_BYTES if latency else THROUGHPUT_BYTES
     rows = min(wanted_bytes, shared_memory - RESERVED_BYTES) // (block * element_size)
     stages = 1 + max(1, min(7 if latency else 4, rows))
@@ -174,11 +177,13 @@ def forward(
     output_norm_eps: float,
     out: torch.Tensor,
     pdl: str,
+    batch_invariant: bool = False,
 ) -> None:
     """Run the operator on validated arguments, on the current stream of their device.
 
     Writes ``out``, ``prefix`` with a delta, and a bank row. ``pdl`` is heeded from compute capability 9.0
-    on; rows longer than 16384 elements treat ``"early"`` as ``"wait"``.
+    on; rows longer than 16384 elements treat ``"early"`` as ``"wait"``. With ``batch_invariant`` any number
+    of tokens runs on one build; arguments that would make it another one are refused.
     """
     num_tokens, hidden_size = prefix.shape
     if num_tokens == 0:
@@ -192,6 +197,17 @@ def forward(
     num_sms, shared_memory, dependent_launch = limits
     mode = {"off": 0, "wait": 1, "early": 2}[pdl] if dependent_launch else 0
     prefixes_per_row = num_tokens // blocks.shape[0]
+    strides = (
+        prefix.stride(0),
+        0 if delta is None else delta.stride(0),
+        blocks.stride(0),
+        blocks.stride(1),
+        out.stride(0),
+    )
+    if batch_invariant:
+        strides = _strides_of_one_build(
+            prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out
+        )
     arguments = (
         prefix,
         prefix if delta is None else delta,
@@ -200,11 +216,7 @@ def forward(
         qk_weight,
         norm_weight if output_norm_weight is None else output_norm_weight,
         out,
-        prefix.stride(0),
-        0 if delta is None else delta.stride(0),
-        blocks.stride(0),
-        blocks.stride(1),
-        out.stride(0),
+        *strides,
         num_blocks,
         block_write_idx,
         prefixes_per_row,
@@ -212,7 +224,7 @@ def forward(
         float(output_norm_eps),
     )
     kernel, constants, options = _build(
-        num_tokens,
+        None if batch_invariant else num_tokens,
         hidden_size,
         prefix.element_size(),
         delta is not None,
@@ -231,8 +243,63 @@ def forward(
             kernel[(num_tokens,)](*arguments, **constants, **options)
 
 
+def _strides_of_one_build(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[int, int, int, int, int]:
+    """Strides for a batch-invariant call, or an error.
+
+    Triton compiles anew for what is no multiple of 16 and may then spread a row differently over the
+    threads, which changes the order of its sums. So everything must be one, whatever the number of tokens;
+    a stride that means nothing, because there is one token, is made one.
+    """
+    hidden_size = prefix.shape[1]
+    for name, tensor in (
+        ("prefix", prefix),
+        ("delta", delta),
+        ("blocks", blocks),
+        ("norm_weight", norm_weight),
+        ("qk_weight", qk_weight),
+        ("output_norm_weight", output_norm_weight),
+        ("out", out),
+    ):
+        if tensor is not None and tensor.data_ptr() % 16 != 0:
+            raise UnsupportedError(
+                f"triton is batch-invariant for bases at multiples of 16 bytes, got another {name}"
+            )
+    if hidden_size % 16 != 0:
+        raise UnsupportedError(
+            f"triton is batch-invariant for H that is a multiple of 16, got H={hidden_size}"
+        )
+
+    def stride(name: str, tensor: torch.Tensor | None, dimension: int) -> int:
+        if tensor is None:
+            return 0
+        if tensor.shape[dimension] <= 1:
+            return hidden_size
+        if tensor.stride(dimension) % 16 != 0:
+            raise UnsupportedError(
+                f"triton is batch-invariant for strides that are multiples of 16 elements, "
+                f"got {tensor.stride(dimension)} in {name}"
+            )
+        return tensor.stride(dimension)
+
+    return (
+        stride("prefix", prefix, 0),
+        stride("delta", delta, 0),
+        stride("blocks", blocks, 0),
+        stride("blocks", blocks, 1),
+        stride("out", out, 0),
+    )
+
+
 def _build(
-    num_tokens: int,
+    num_tokens: int | None,
     hidden_size: int,
     element_size: int,
     has_delta: bool,
@@ -242,7 +309,9 @@ def _build(
     num_sms: int,
     shared_memory: int,
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The kernel of a call, its compile-time arguments and its compiler options."""
+    """The kernel of a call, its compile-time arguments and its compiler options; without ``num_tokens``
+    those of a call with many.
+    """
     from libattnres.backends import _triton_kernels as kernels
 
     constants: dict[str, Any] = {
