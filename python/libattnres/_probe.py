@@ -29,6 +29,8 @@ class DeviceStatus:
     """Compiled target that would run, such as ``"90a"``; empty without one."""
     reason: str
     """Why the native kernels do not run there; empty when they do."""
+    plan: str
+    """Where their plan comes from: ``"built-in"``, or a file and line; empty when they do not run."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Probe:
     """Of the CUDA runtime inside the library; 0 without CUDA."""
     devices: tuple[DeviceStatus, ...]
     """The CUDA devices that PyTorch sees."""
+    plan_error: str
+    """What is wrong with the file of ``LIBATTNRES_PLAN_FILE``; empty when nothing is, or there is none."""
     backends: dict[str, str | None]
     """For each backend None when it can be used here, or why not."""
 
@@ -71,7 +75,7 @@ def probe() -> Probe:
     devices = tuple(device_status(index) for index in range(num_devices))
     native: str | None = first["reason"] or "no CUDA device"
     if any(device.native for device in devices):
-        native = None
+        native = first["plan_error"] or None
     elif torch.version.cuda is None and not first["reason"]:
         native = "this PyTorch was built without CUDA"
     return Probe(
@@ -81,6 +85,7 @@ def probe() -> Probe:
         driver_version=first["driver_version"],
         runtime_version=first["runtime_version"],
         devices=devices,
+        plan_error=first["plan_error"],
         backends={
             "native": native,
             "triton": triton_reason(num_devices),
@@ -101,6 +106,7 @@ def device_status(index: int) -> DeviceStatus:
         native=info["native"],
         target=info["target"],
         reason=info["reason"],
+        plan=info["plan"],
     )
 
 

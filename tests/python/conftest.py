@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests choose the backend themselves."""
     monkeypatch.delenv("LIBATTNRES_BACKEND", raising=False)
+    monkeypatch.delenv("LIBATTNRES_BATCH_INVARIANT", raising=False)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     console.table("versions", ("what", "version"), [(what, value or "unknown") for what, value in versions])
     console.table(
         "CUDA devices",
-        ("device", "name", "compute", "SMs", "native", "target or reason"),
+        ("device", "name", "compute", "SMs", "native", "target or reason", "plan"),
         [
             (
                 f"cuda:{device.index}",
@@ -48,14 +48,17 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
                 device.num_sms,
                 device.native,
                 device.target if device.native else device.reason,
+                device.plan,
             )
             for device in probe.devices
         ]
-        or [("none", "", "", "", "", "PyTorch sees no CUDA device")],
+        or [("none", "", "", "", "", "PyTorch sees no CUDA device", "")],
     )
     console.table(
         "backends",
         ("backend", "usable here", "why not"),
         [(name, reason is None, reason or "") for name, reason in probe.backends.items()],
     )
+    if probe.plan_error:
+        console.line(f"WRONG: {probe.plan_error}")
     return 0, {"probe": probe.as_dict()}
