@@ -432,7 +432,7 @@ class RingConsumer {
     } else if (chunk_max > max_ + kMaxSlack) {
       const float correction = ptx::exp2_approx(max_ - chunk_max);
       max_ = chunk_max;
-      sum_ *= correction;
+      sum_ = __fmul_rn(sum_, correction);
 #pragma unroll
       for (int i = 0; i < T::kPairs; ++i)
         mixed_[i] = mul2(mixed_[i], make_float2(correction, correction));

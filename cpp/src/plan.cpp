@@ -87,6 +87,19 @@ const PlanSection* user_section(const Gpu& gpu) {
   return find_section(file, gpu.compute_major, gpu.compute_minor, gpu.num_sms, gpu.name);
 }
 
+// Rows that a block should keep in flight at most.
+int64_t ring_depth(const attnres_forward_args& args, const Gpu& gpu, int ctas_per_sm) {
+  if (gpu.compute_major == 9) {
+    const double entries_per_sm = static_cast<double>(args.num_bank_tokens) / gpu.num_sms;
+    for (const RingDepth& depth : kHopperRingDepth) {
+      if (args.num_blocks + 1 <= depth.max_sources && entries_per_sm >= depth.min_entries_per_sm) {
+        return std::max(2, depth.rows_per_sm / ctas_per_sm);
+      }
+    }
+  }
+  return std::numeric_limits<int32_t>::max();
+}
+
 std::span<const PlanRow> plan_table(const Gpu& gpu) {
   if (!user_plan().error.empty()) fail(ATTNRES_INVALID_ARGUMENT, user_plan().error);
   const PlanSection* section = user_section(gpu);
@@ -160,9 +173,9 @@ Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
       std::min(kMaxPerBlock, kSharedMemoryPerSm / plan.ctas_per_sm - kReservedPerBlock);
   const int64_t rows_per_entry = args.num_blocks + (args.delta != nullptr ? 2 : 1) * prefixes;
   const int64_t entries_per_block = (entries + plan.grid_size - 1) / plan.grid_size;
-  plan.ring_rows = static_cast<int32_t>(
-      std::min({(budget - *instance->fixed_shared_memory) / row_bytes,
-                rows_per_entry * entries_per_block, int64_t{*instance->max_ring_rows}}));
+  plan.ring_rows = static_cast<int32_t>(std::min(
+      {(budget - *instance->fixed_shared_memory) / row_bytes, rows_per_entry * entries_per_block,
+       int64_t{*instance->max_ring_rows}, ring_depth(args, gpu, plan.ctas_per_sm)}));
   plan.shared_memory_bytes =
       static_cast<uint32_t>(*instance->fixed_shared_memory + plan.ring_rows * row_bytes);
   return plan;

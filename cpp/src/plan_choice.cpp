@@ -6,8 +6,7 @@
 namespace attnres {
 namespace {
 
-// The ring kernel of batch-invariant calls: the best of all from a token per SM on. It finishes every entry
-// in one place, so that not even the compiler can treat a block's last entry otherwise.
+// The ring kernel of batch-invariant calls: close to the best of all from a token per SM on.
 constexpr int kBatchInvariantRowsPerStage = 2;
 
 void require_consistent_overrides(const attnres_forward_args& args) {
