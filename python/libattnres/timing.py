@@ -20,6 +20,7 @@ __all__ = [
     "Timing",
     "capture",
     "copy_bandwidth",
+    "is_gpu",
     "num_sets",
     "quantile",
     "repeats",
@@ -51,6 +52,11 @@ class Timing:
     samples: int
     launches: int
     """Launches in one sample."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether launches there are asynchronous and graphs can be captured."""
+    return device.type == "cuda"
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -182,7 +188,7 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30) -> float:
     for _ in range(2):
         source = torch.zeros(size, dtype=torch.int8, device=device)
         work.append(copy_launch(torch.empty_like(source), source))
-    timing = time_graph(work) if device.type == "cuda" else time_wall(work)
+    timing = time_graph(work) if is_gpu(device) else time_wall(work)
     return 2 * size / timing.median_us / 1e3
 
 

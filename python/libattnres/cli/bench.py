@@ -17,6 +17,7 @@ import libattnres
 from libattnres import _core, timing
 from libattnres._call import checked_call
 from libattnres.cli import metadata, targets, walk
+from libattnres.cli import report as tables
 from libattnres.cli.competitors import COMPETITORS, Competitor, Prepared, find
 from libattnres.cli.console import Console
 from libattnres.cli.verify import native_plans
@@ -40,6 +41,8 @@ DEFAULT_BLOCKS = (1, 4, 8)
 MODES = ("cold", "hot", "events")
 BACKENDS = ("native", "triton", "torch", "host")
 SM_SIDE_TOKENS = 8192
+VARIANT_TOKENS = (1024, 8192)
+"""Of the variants among the project's goals, which are about bandwidth."""
 FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 CPU_CALLS = 500
@@ -69,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variants", action="store_true", help="also the calls that are not the common one")
     parser.add_argument("--kernels", action="store_true", help="also every native kernel, forced")
+    parser.add_argument("--batch-invariant", action="store_true", help="also the native batch-invariant mode")
     parser.add_argument(
         "--competitors",
         nargs="*",
@@ -103,19 +107,18 @@ class Contender:
 
 
 def backend_contender(
-    backend: str, pdl: str | None = None, plan: tuple[str, libattnres.Plan | None] | None = None
+    backend: str, pdl: str | None = None, override: str | None = None, **options: Any
 ) -> Contender:
-    """A backend of this library, forced."""
-    label, overrides = plan if plan is not None else (None, None)
+    """A backend of this library, forced; ``override`` names what ``options`` change about its plan."""
 
     def prepare(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
         def run() -> None:
-            libattnres.attn_res(*arguments, out=out, backend=backend, pdl=pdl or "wait", plan=overrides)
+            libattnres.attn_res(*arguments, out=out, backend=backend, pdl=pdl or "wait", **options)
 
         return Prepared(run, lambda: (out, arguments[0], arguments[2]))
 
-    name = " ".join(filter(None, (backend, pdl, label)))
-    return Contender(name, backend, prepare, pdl, label)
+    name = " ".join(filter(None, (backend, pdl, override)))
+    return Contender(name, backend, prepare, pdl, override)
 
 
 def prepare_floor(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
@@ -143,7 +146,7 @@ class Bench:
         self.args = args
         self.console = console
         self.device = chosen_device(args.device)
-        self.kind = self.device.type
+        self.kind = "cuda" if timing.is_gpu(self.device) else "cpu"
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
             self.state = metadata.gpu_state(self.device)
@@ -159,23 +162,29 @@ class Bench:
     def find_contenders(self) -> list[Contender]:
         """Floor, backends, forced kernels, other packages."""
         usable = libattnres.probe().backends
-        names = [
-            name
-            for name in self.args.backend or BACKENDS
-            if (name in ("host", "torch")) == (self.kind == "cpu")
-            or (name == "torch" and self.kind == "cuda")
-        ]
+        possible = {"cuda": ("native", "triton", "torch"), "cpu": ("host", "torch")}[self.kind]
+        wanted = self.args.backend or possible
+        self.skipped += [f"{name}: not for {self.device}" for name in wanted if name not in possible]
         found = []
         if self.kind == "cuda" and usable["native"] is None:
             found.append(Contender("floor", "floor", prepare_floor, "wait"))
-        for name in names:
+        for name in possible:
+            if name not in wanted:
+                continue
             if usable[name] is not None:
                 self.skipped.append(f"{name}: {usable[name]}")
                 continue
             modes = self.args.pdl if name in ("native", "triton") else [None]
             found += [backend_contender(name, mode) for mode in modes]
-            if name == "native" and self.args.kernels:
-                found += [backend_contender(name, mode, plan) for plan in native_plans() for mode in modes]
+            if name != "native":
+                continue
+            for mode in modes:
+                if self.args.batch_invariant:
+                    found.append(backend_contender(name, mode, "batch-invariant", batch_invariant=True))
+                if self.args.kernels:
+                    found += [
+                        backend_contender(name, mode, label, plan=plan) for label, plan in native_plans()
+                    ]
         if self.kind == "cuda" or self.args.competitors:
             foreign, skipped = find(self.args.competitors)
             self.skipped += skipped
@@ -304,7 +313,7 @@ def chosen_shapes(args: argparse.Namespace, kind: str) -> list[Shape]:
         if M % variant.prefixes_per_row == 0
     ]
     if args.targets:
-        shapes += [Shape(M, 8, variant) for variant in VARIANTS for M in (1024, 8192)]
+        shapes += [Shape(M, 8, variant) for variant in VARIANTS for M in VARIANT_TOKENS]
         # As many bank entries as the goal for shared rows begins with.
         M = 2 * targets.SHARED_ROWS_MIN_ENTRIES
         shapes += [Shape(M, 8), Shape(M, 8, replace(VARIANTS[-1]))]
@@ -454,11 +463,13 @@ def report(console: Console, results: dict[str, Any]) -> None:
             for row in rows
         ],
     )
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        console.table(
-            f"median microseconds, {variant}",
-            *summary([row for row in rows if row["variant"] == variant]),
-        )
+    console.table("median microseconds, common path", *tables.latency_table(rows))
+    for title, (columns, lines) in (
+        ("other calls beside the common path, median microseconds", tables.variant_table(rows)),
+        ("forced kernels, median microseconds", tables.kernel_table(rows)),
+    ):
+        if lines:
+            console.table(title, columns, lines)
     if results.get("sm_side"):
         console.table(
             "SM side: microseconds per token and SM, bank rows in L2",
@@ -477,29 +488,3 @@ def report(console: Console, results: dict[str, Any]) -> None:
     for line in results["failures"]:
         console.line(f"WRONG: {line}")
     console.line(f"{len(rows)} measurements in {results['seconds']:.0f} s")
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """One line per shape: what everything takes, and how ours compares."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    lines: list[tuple[object, ...]] = []
-    for tokens, num_blocks in sorted(
-        {(row["tokens"], row["num_blocks"]) for row in rows}, key=lambda shape: (-shape[1], shape[0])
-    ):
-        mine = [row for row in rows if (row["tokens"], row["num_blocks"]) == (tokens, num_blocks)]
-        by_name = {row["name"]: row["median_us"] for row in mine}
-        lines.append((tokens, num_blocks, *(by_name.get(name) for name in names), *comparison(mine)))
-    return ("tokens", "blocks", *names, "native / floor", "triton / native", "% of copy"), lines
-
-
-def comparison(rows: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, int | None]:
-    """Ours over the floor, Triton's over ours, and our share of the copy bandwidth."""
-    ours, floor, triton = (targets.best_median(rows, name) for name in ("native", "floor", "triton"))
-    if ours is None:
-        return None, None, None
-    share = max(row["copy_fraction"] for row in rows if row["median_us"] == ours)
-    return (
-        None if floor is None else ours / floor,
-        None if triton is None else triton / ours,
-        round(100 * share),
-    )

@@ -62,20 +62,20 @@ def collect() -> dict[str, Any]:
 def gpu_state(device: torch.device) -> dict[str, Any]:
     """What a measurement on a CUDA device depends on: its L2 size, clocks, power and other processes."""
     properties = torch.cuda.get_device_properties(device)
-    queried = nvidia_smi(
-        "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu",
-        f"GPU-{getattr(properties, 'uuid', '')}",
-    )
+    name = f"GPU-{getattr(properties, 'uuid', '')}"
+    queried = nvidia_smi("--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu", name)
     names = ("sm_clock_mhz", "max_sm_clock_mhz", "memory_clock_mhz", "power_limit_w", "temperature_c")
     values = queried[0].split(", ") if queried else []
-    processes = nvidia_smi("--query-compute-apps=pid", f"GPU-{getattr(properties, 'uuid', '')}")
+    # In a container this process may be listed under another id, or not at all.
+    processes = nvidia_smi("--query-compute-apps=pid", name)
+    own = int(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return {
         "name": properties.name,
         "num_sms": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         **{name: number(value) for name, value in zip(names, values, strict=False)},
-        "other_processes": None if processes is None else sum(pid != str(os.getpid()) for pid in processes),
+        "other_processes": None if processes is None else max(0, len(processes) - own),
     }
 
 

@@ -127,42 +127,48 @@ def shapes(rows: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int], list[d
     return [((-blocks, tokens), result[blocks, tokens]) for blocks, tokens in sorted(result)]
 
 
-def plain(rows: Sequence[dict[str, Any]], variant: str | None = None) -> list[dict[str, Any]]:
-    """Rows of a variant, without forced kernels."""
-    return [
-        row for row in rows if not row["plan_override"] and (variant is None or row["variant"] == variant)
-    ]
+Table = tuple[tuple[str, ...], list[tuple[object, ...]]]
+"""Columns and rows, for the console and for Markdown."""
 
 
-def latency(document: Document) -> str:
+def plain(rows: Sequence[dict[str, Any]], variant: str) -> list[dict[str, Any]]:
+    """Rows of a variant, with the kernel of the plan."""
+    return [row for row in rows if not row["plan_override"] and row["variant"] == variant]
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where one of them was not measured."""
+    return None if above is None or below is None else above / below
+
+
+def latency_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Every implementation on the common path."""
-    rows = plain(document.get("rows", ()) if document["command"] == "bench" else (), "common")
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    lines: list[list[object]] = []
+    rows = plain(rows, "common")
+    names = tuple(dict.fromkeys(row["name"] for row in rows))
+    lines: list[tuple[object, ...]] = []
     for (num_blocks, tokens), mine in shapes(rows):
         by_name = {row["name"]: row["median_us"] for row in mine}
         ours, floor, triton = (targets.best_median(mine, name) for name in ("native", "floor", "triton"))
         best = next((row for row in mine if row["backend"] == "native" and row["median_us"] == ours), None)
         lines.append(
-            [
+            (
                 num_blocks,
                 tokens,
                 *(by_name.get(name) for name in names),
-                None if ours is None or floor is None else ours / floor,
-                None if ours is None or triton is None else triton / ours,
-                None if best is None else f"{best['gb_per_s']:.0f}",
-                None if best is None else f"{100 * best['copy_fraction']:.0f}",
-            ]
+                ratio(ours, floor),
+                ratio(triton, ours),
+                None if best is None else round(best["gb_per_s"]),
+                None if best is None else round(100 * best["copy_fraction"]),
+            )
         )
-    columns = ["blocks", "tokens", *names, "native / floor", "triton / native", "GB/s", "% of copy"]
-    return markdown(columns, lines)
+    columns = ("blocks", "tokens", *names, "native / floor", "triton / native", "GB/s", "% of copy")
+    return columns, lines
 
 
-def variants(document: Document) -> str:
+def variant_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The native backend's other calls beside its common one."""
-    rows = document.get("rows", ()) if document["command"] == "bench" else ()
     common = dict(shapes(plain(rows, "common")))
-    lines: list[list[object]] = []
+    lines: list[tuple[object, ...]] = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         if variant == "common":
             continue
@@ -170,37 +176,53 @@ def variants(document: Document) -> str:
             ours, floor = targets.best_median(mine, "native"), targets.best_median(mine, "floor")
             base = common.get(shape, [])
             base_us = targets.best_median(base, "native")
+            bytes_ratio = mine[0]["bytes"] / base[0]["bytes"] if base else None
             lines.append(
-                [
-                    variant,
-                    *shape,
-                    ours,
-                    None if ours is None or floor is None else ours / floor,
-                    base_us,
-                    None if ours is None or base_us is None else ours / base_us,
-                    None if not base else mine[0]["bytes"] / base[0]["bytes"],
-                ]
+                (variant, *shape, ours, ratio(ours, floor), base_us, ratio(ours, base_us), bytes_ratio)
             )
-    return markdown(
-        ["variant", "blocks", "tokens", "native", "native / floor", "common", "time ratio", "bytes ratio"],
-        lines,
+    columns = (
+        "variant",
+        "blocks",
+        "tokens",
+        "native",
+        "native / floor",
+        "common",
+        "time ratio",
+        "bytes ratio",
     )
+    return columns, lines
+
+
+def kernel_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Every override of the plan beside the plan's own choice, in each PDL mode."""
+    native = [row for row in rows if row["backend"] == "native" and row["variant"] == "common"]
+    plans = tuple(dict.fromkeys(row["plan_override"] for row in native if row["plan_override"]))
+    lines: list[tuple[object, ...]] = []
+    for (num_blocks, tokens), mine in shapes(native if plans else []):
+        for pdl in dict.fromkeys(row["pdl"] for row in mine):
+            by_plan = {row["plan_override"]: row["median_us"] for row in mine if row["pdl"] == pdl}
+            lines.append((num_blocks, tokens, pdl, by_plan.get(None), *(by_plan.get(plan) for plan in plans)))
+    return ("blocks", "tokens", "pdl", "the plan's", *plans), lines
+
+
+def bench_rows(document: Document) -> list[dict[str, Any]]:
+    """The measurements of a document of ``bench``."""
+    return list(document["rows"]) if document["command"] == "bench" else []
+
+
+def latency(document: Document) -> str:
+    """The common path."""
+    return markdown(*latency_table(bench_rows(document)))
+
+
+def variants(document: Document) -> str:
+    """The other calls."""
+    return markdown(*variant_table(bench_rows(document)))
 
 
 def kernels(document: Document) -> str:
-    """Every forced kernel, and the one that the plan takes, in each PDL mode."""
-    rows = document.get("rows", ()) if document["command"] == "bench" else ()
-    native = [row for row in rows if row["backend"] == "native" and row["variant"] == "common"]
-    plans = list(dict.fromkeys(row["plan_override"] for row in native if row["plan_override"]))
-    lines: list[list[object]] = []
-    if plans:
-        for (num_blocks, tokens), mine in shapes(native):
-            for pdl in dict.fromkeys(row["pdl"] for row in mine):
-                by_plan = {row["plan_override"]: row["median_us"] for row in mine if row["pdl"] == pdl}
-                lines.append(
-                    [num_blocks, tokens, pdl, by_plan.get(None), *(by_plan.get(plan) for plan in plans)]
-                )
-    return markdown(["blocks", "tokens", "pdl", "plan's own", *plans], lines)
+    """Overrides of the plan."""
+    return markdown(*kernel_table(bench_rows(document)))
 
 
 def sm_side(document: Document) -> str:

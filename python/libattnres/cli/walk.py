@@ -119,10 +119,12 @@ class Walk:
         T, H, num_calls = num_tokens, HIDDEN_SIZE, len(self.calls)
         row_bytes = 2 * H
         site_bytes = 3 * T * row_bytes
-        self.num_sites = min(num_calls, max(MIN_SITES, SITE_BYTES[device.type] // site_bytes))
+        self.num_sites = min(
+            num_calls, max(MIN_SITES, SITE_BYTES["cuda" if timing.is_gpu(device) else "cpu"] // site_bytes)
+        )
         footprint = self.num_sites * site_bytes + num_calls * 3 * row_bytes + T * NUM_BANK_ROWS * row_bytes
         self.num_steps = 1
-        if device.type == "cuda":
+        if timing.is_gpu(device):
             self.num_steps = max(1, math.ceil(timing.CACHE_MULTIPLE * cache_bytes / footprint))
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -213,7 +215,7 @@ class Walk:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
-    if device.type == "cuda":
+    if timing.is_gpu(device):
         torch.cuda.synchronize(device)
 
 
@@ -330,12 +332,12 @@ def measure_graphs(
         modes = pdl if backend in ("native", "triton") else (None,)
         implementations += [Implementation(backend, mode) for mode in modes]
     cache_bytes = L2_BYTES
-    if device.type == "cuda":
+    if timing.is_gpu(device):
         cache_bytes = metadata.gpu_state(device)["l2_bytes"] or L2_BYTES
     for num_tokens in console.progress(tokens, len(tokens), "walking"):
         try:
             walk = Walk(num_tokens, device, cache_bytes, seed)
-            if device.type == "cpu":
+            if not timing.is_gpu(device):
                 measure_tokens(walk, implementations, "wall", False, results)
                 continue
             measure_tokens(walk, implementations, "graph", shares, results)
@@ -368,17 +370,17 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     """Check, measure, print; status 1 when a call was wrong or a goal was missed."""
     refuse_debug_build()
     device = chosen_device(args.device)
-    tokens = list(args.tokens or DEFAULT_TOKENS[device.type])
+    tokens = list(args.tokens or DEFAULT_TOKENS["cuda" if timing.is_gpu(device) else "cpu"])
     for num_tokens in tokens:
         if num_tokens < 1:
             raise ValueError(f"--tokens: expected numbers >= 1, got {num_tokens}")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads: expected a number >= 1, got {args.threads}")
     usable = libattnres.probe().backends
-    backends = args.backend or (("native", "triton") if device.type == "cuda" else ("host", "torch"))
+    backends = args.backend or (("native", "triton") if timing.is_gpu(device) else ("host", "torch"))
     unusable = [f"{name}: {usable[name]}" for name in backends if usable[name] is not None]
     with torch.no_grad(), limited_threads(args.threads):
-        if device.type == "cuda":
+        if timing.is_gpu(device):
             torch.cuda.set_device(device)
         results = measure_graphs(
             tokens,
@@ -394,7 +396,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     results["skipped"] += unusable
     results |= {
         "device": str(device),
-        "gpu": metadata.gpu_state(device) if device.type == "cuda" else {},
+        "gpu": metadata.gpu_state(device) if timing.is_gpu(device) else {},
         "bytes_per_token": bytes_per_token(),
         "passed": not results["failures"],
     }
