@@ -100,8 +100,8 @@ typedef struct attnres_forward_args {
   int32_t ctas_per_sm;    /* residency of the ring kernel: 1 or 2 */
   int32_t cluster_size;   /* thread blocks per token of the cluster kernel */
 
-  int32_t
-      num_threads; /* attnres_forward_host: 0 for LIBATTNRES_NUM_THREADS or one per available core */
+  /* Of attnres_forward_host: 0 for LIBATTNRES_NUM_THREADS, or one per available core. */
+  int32_t num_threads;
 
   /* 1: a token's bits depend neither on M nor on its place in the batch; -1: they may; 0: as
    * LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0). attnres_forward then takes the ring kernel with
@@ -127,8 +127,8 @@ typedef struct attnres_permutation {
   int32_t prefixes_per_row; /* B */
   int32_t cluster_size;     /* 0 for the ring kernel */
   int32_t has_output_norm;  /* HAS_OUTPUT_NORM */
-  int32_t
-      static_common_path; /* STATIC_COMMON_PATH: delta, output norm and no write, at compile time */
+  /* STATIC_COMMON_PATH: delta, output norm and no write, at compile time. */
+  int32_t static_common_path;
 } attnres_permutation;
 
 /* What a call would launch. */
