@@ -122,6 +122,8 @@ def test_bench_on_the_cpu_writes_json_and_a_table(tmp_path: Path, capsys: pytest
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median_us"] / 1e3)
         assert row["copy_fraction"] == pytest.approx(row["gb_per_s"] / document["copy_gb_per_s"])
         assert row["rel_l2"] < 2e-3
+        assert row["correct"]
+        assert row["kernel"] is None
         assert row["floor_ratio"] is None
         assert (row["mode"], row["sets"]) == ("hot", 1)
 
@@ -201,6 +203,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(bench, "COPY_BYTES", {"cuda": 1 << 10})
     monkeypatch.setattr(bench, "CPU_CALLS", 2)
+    monkeypatch.setattr(bench, "CPU_ROUNDS", 1)
     monkeypatch.setattr(
         bench,
         "native_plans",

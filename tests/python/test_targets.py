@@ -115,6 +115,8 @@ def test_walks_are_compared_net_of_the_producers() -> None:
     assert (one.value, one.met) == (pytest.approx(200 / 90), True)
     assert result_of(results, "walk, T = 8192", "Triton / native, net").met is None
     assert result_of(results, "walk on the CPU, T = 16", "torch / host, net").met is False
+    (cpu_alone,) = targets.check_walk(rows[3:])
+    assert cpu_alone.value == pytest.approx(2.9)
 
 
 def test_results_survive_json_and_are_printed_with_a_verdict() -> None:

@@ -47,6 +47,7 @@ FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 CPU_CALLS = 500
 """Launches between two synchronisations: fewer than the queue holds, so that none waits for the GPU."""
+CPU_ROUNDS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +100,9 @@ class Contender:
     """From the arguments of one set, and where its output goes."""
     pdl: str | None = None
     plan: str | None = None
+    """What is changed about the plan of the native backend."""
+    launched: Callable[[tuple[Any, ...], torch.Tensor], dict[str, Any] | None] = lambda arguments, out: None
+    """Kernel and launch, where they are known."""
     competitor: Competitor | None = None
 
     def unsupported(self, shape: Shape) -> str | None:
@@ -117,8 +121,12 @@ def backend_contender(
 
         return Prepared(run, lambda: (out, arguments[0], arguments[2]))
 
+    def launched(arguments: tuple[Any, ...], out: torch.Tensor) -> dict[str, Any] | None:
+        explanation = libattnres.explain(*arguments, out=out, backend=backend, pdl=pdl or "wait", **options)
+        return None if explanation.plan is None else dict(explanation.plan)
+
     name = " ".join(filter(None, (backend, pdl, override)))
-    return Contender(name, backend, prepare, pdl, override)
+    return Contender(name, backend, prepare, pdl, override, launched)
 
 
 def prepare_floor(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
@@ -156,6 +164,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.skipped: list[str] = []
+        self.notes: list[str] = []
         self.copy_gb_per_s = timing.copy_bandwidth(self.device, COPY_BYTES[self.kind])
         self.contenders = self.find_contenders()
 
@@ -209,16 +218,22 @@ class Bench:
                     contender.prepare(buffers.arguments(index), buffers.out[index]) for index in range(sets)
                 ]
                 buffers.out.fill_(float("nan"))
-                rel_l2 = self.check(contender, shape, judge, prepared[0])
+                accuracy = self.check(contender, shape, judge, prepared[0])
                 work = [launch.run for launch in prepared] * repeats
-                row = self.describe(contender, shape, mode, sets, rel_l2, self.time(work, mode))
+                row = self.describe(contender, shape, mode, sets, self.time(work, mode))
+                row |= accuracy
+                row["kernel"] = contender.launched(buffers.arguments(0), buffers.out[0])
             except libattnres.UnsupportedError as error:
                 self.skip(contender, shape, str(error))
                 continue
             except Exception as error:
-                if contender.competitor is None and not isinstance(error, RuntimeError):
+                what = f"{type(error).__name__}: {error}"
+                if contender.competitor is not None:  # its errors are its own
+                    self.skip(contender, shape, what)
+                elif isinstance(error, RuntimeError):  # a CUDA error: keep what there is
+                    self.failures.append(f"{contender.name}, {label(shape)}: {what}")
+                else:
                     raise
-                self.failures.append(f"{contender.name}, {label(shape)}: {type(error).__name__}: {error}")
                 continue
             rows.append(row)
         floor = next((row["median_us"] for row in rows if row["backend"] == "floor"), None)
@@ -232,18 +247,17 @@ class Bench:
         if line not in self.skipped:
             self.skipped.append(line)
 
-    def check(self, contender: Contender, shape: Shape, judge: Judge, prepared: Prepared) -> float | None:
-        """Relative L2 error; what is wrong with one of our backends is a failure of the command."""
+    def check(self, contender: Contender, shape: Shape, judge: Judge, prepared: Prepared) -> dict[str, Any]:
+        """Accuracy of the results; what is wrong with one of our backends is a failure of the command."""
         if contender.backend == "floor":
-            return None
+            return {"rel_l2": None, "correct": None}
         rel_l2, errors = judge.check(prepared.run, prepared.result)
         where = f"{contender.name}, {label(shape)}"
         if errors and contender.competitor is not None:
-            line = f"{contender.name}: less accurate than the contract asks ({errors[0]})"
-            self.skipped.append(line)
+            self.notes.append(f"{where}: less accurate than the contract asks ({errors[0]})")
         elif errors:
             self.failures += [f"{where}: {error}" for error in errors]
-        return rel_l2
+        return {"rel_l2": rel_l2, "correct": not errors}
 
     def time(self, work: Sequence[timing.Launch], mode: str) -> Timing:
         """Median and spread of a launch."""
@@ -254,7 +268,7 @@ class Bench:
         return timing.time_graph(work)
 
     def describe(
-        self, contender: Contender, shape: Shape, mode: str, sets: int, rel_l2: float | None, measured: Timing
+        self, contender: Contender, shape: Shape, mode: str, sets: int, measured: Timing
     ) -> dict[str, Any]:
         """One row of the results."""
         gb_per_s = shape.num_bytes / measured.median_us / 1e3
@@ -269,7 +283,6 @@ class Bench:
             **asdict(measured),
             "gb_per_s": gb_per_s,
             "copy_fraction": gb_per_s / self.copy_gb_per_s,
-            "rel_l2": rel_l2,
         }
 
     def run(self, shapes: Sequence[Shape]) -> None:
@@ -324,34 +337,34 @@ def cpu_times(device: torch.device, backends: Sequence[str]) -> dict[str, float]
     """Microseconds of the CPU per call, with the launch, which nothing waits for."""
     buffers = Buffers(Shape(1, 1), 1, device)
     arguments, out = buffers.arguments(0), buffers.out[0]
+
+    def eager(calls: int = CPU_CALLS, **options: Any) -> float:
+        return host_us(lambda: libattnres.attn_res(*arguments, **options), calls)
+
     result = {}
     if "native" in backends:
+        result["eager call"] = eager(backend="native")
+        result["eager call, out given"] = eager(backend="native", out=out)
+        result["eager call, backend not given"] = eager()
         call = checked_call(*(*arguments, out, "wait")).core_args()
         stream = torch.cuda.current_stream().cuda_stream
-        result["eager call"] = host_us(lambda: libattnres.attn_res(*arguments, backend="native"))
-        result["eager call, out given"] = host_us(
-            lambda: libattnres.attn_res(*arguments, out=out, backend="native")
-        )
-        result["eager call, backend not given"] = host_us(lambda: libattnres.attn_res(*arguments))
         seconds = []
-        for _ in range(20):
+        for _ in range(CPU_ROUNDS):
             seconds.append(_core.time_forward(*call, stream, CPU_CALLS))
             torch.cuda.synchronize()
         result["C call"] = statistics.median(seconds) * 1e6 / CPU_CALLS
-    for name in ("triton", "torch"):
-        if name in backends:
-            result[f"eager call, {name}"] = host_us(
-                lambda name=name: libattnres.attn_res(*arguments, out=out, backend=name),  # type: ignore[misc]
-                CPU_CALLS if name == "triton" else 5,
-            )
-    result["empty_like"] = host_us(lambda: torch.empty_like(out))
+    if "triton" in backends:
+        result["eager call, triton"] = eager(backend="triton", out=out)
+    if "torch" in backends:
+        result["eager call, torch"] = eager(5, backend="torch", out=out)  # dozens of launches each
+    result["empty_like alone"] = host_us(lambda: torch.empty_like(out), CPU_CALLS)
     return result
 
 
-def host_us(call: Callable[[], object], calls: int = CPU_CALLS, rounds: int = 20) -> float:
+def host_us(call: Callable[[], object], calls: int) -> float:
     """Median time of a call on the host's clock; the device is waited for outside of it."""
     samples = []
-    for index in range(rounds + 2):
+    for index in range(CPU_ROUNDS + 2):
         started = time.perf_counter()
         for _ in range(calls):
             call()
@@ -382,6 +395,8 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
             "cache_bytes": bench.cache_bytes,
             "copy_gb_per_s": bench.copy_gb_per_s,
             "mode": args.mode,
+            "seed": args.seed,
+            "environment": metadata.environment(),
             "rows": bench.rows,
         }
         measured = {contender.backend for contender in bench.contenders}
@@ -400,6 +415,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     results |= {
         "failures": bench.failures,
         "skipped": bench.skipped,
+        "notes": bench.notes,
         "passed": not bench.failures,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -485,6 +501,8 @@ def report(console: Console, results: dict[str, Any]) -> None:
         console.table("goals", *targets.table(goals))
     for line in results["skipped"]:
         console.line(f"not measured: {line}")
+    for line in results["notes"]:
+        console.line(f"note: {line}")
     for line in results["failures"]:
         console.line(f"WRONG: {line}")
     console.line(f"{len(rows)} measurements in {results['seconds']:.0f} s")

@@ -17,7 +17,7 @@ import torch
 
 import libattnres
 
-__all__ = ["collect", "commit", "gpu_state", "kernel_driver", "package_version", "write_json"]
+__all__ = ["collect", "commit", "environment", "gpu_state", "kernel_driver", "package_version", "write_json"]
 
 
 def write_json(path: Path, command: str, results: dict[str, Any]) -> None:
@@ -77,6 +77,11 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
         **{name: number(value) for name, value in zip(names, values, strict=False)},
         "other_processes": None if processes is None else max(0, len(processes) - own),
     }
+
+
+def environment() -> dict[str, str]:
+    """The variables of this library that are set."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("LIBATTNRES_")}
 
 
 def nvidia_smi(query: str, device: str) -> list[str] | None:

@@ -87,11 +87,14 @@ def panels(
                 label=name,
             )
         axis.set_xscale("log", base=2)
+        token_counts = sorted({row["tokens"] for row in mine})
+        axis.set_xticks(token_counts, [str(tokens) for tokens in token_counts], rotation=45)
+        axis.minorticks_off()
         if log:
             axis.set_yscale("log")
         else:
             axis.set_ylim(0, None)
-        axis.set_title(f"{num_blocks} blocks")
+        axis.set_title(f"{num_blocks} block{'s' if num_blocks != 1 else ''}")
         axis.set_xlabel("tokens")
         axis.grid(True, which="major", alpha=0.3)
     axes[0].set_ylabel(label)

@@ -397,6 +397,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     results |= {
         "device": str(device),
         "gpu": metadata.gpu_state(device) if timing.is_gpu(device) else {},
+        "environment": metadata.environment(),
         "bytes_per_token": bytes_per_token(),
         "passed": not results["failures"],
     }
