@@ -6,9 +6,6 @@
 namespace attnres {
 namespace {
 
-// The ring kernel of batch-invariant calls: close to the best of all from a token per SM on.
-constexpr int kBatchInvariantRowsPerStage = 2;
-
 void require_consistent_overrides(const attnres_forward_args& args) {
   const bool names_ring_column = args.rows_per_stage != 0 || args.ctas_per_sm != 0;
   if (args.kernel == ATTNRES_KERNEL_CLUSTER && names_ring_column) {
@@ -46,9 +43,10 @@ PlanRow table_row(const attnres_forward_args& args, std::span<const PlanRow> tab
 
 PlanRow batch_invariant_row(const attnres_forward_args& args, int num_sms, bool wants_cluster) {
   if (!wants_cluster) {
-    // A block that has its SM to itself has more row slots.
-    return ring_row(Reads::kAny, kMaxSources, kUnbounded, kBatchInvariantRowsPerStage,
-                    args.num_bank_tokens <= num_sms ? 1 : 2);
+    const BatchInvariantRow* row = kBatchInvariantPlan;
+    while (args.num_blocks + 1 > row->max_sources) ++row;
+    return ring_row(Reads::kAny, row->max_sources, kUnbounded, row->rows_per_stage,
+                    args.num_bank_tokens > num_sms ? row->max_ctas_per_sm : 1);
   }
   if (args.cluster_size == 0) {
     fail(ATTNRES_UNSUPPORTED,

@@ -17,7 +17,7 @@
 namespace attnres {
 namespace {
 
-constexpr size_t kMaxFileBytes = 64 * 1024;
+constexpr size_t kMaxFileBytes = 65536;
 constexpr size_t kMaxRowsPerDevice = 256;
 constexpr int kMaxSms = 65536;
 constexpr std::string_view kHeader = "libattnres-plan 1";
@@ -86,8 +86,9 @@ class Line {
 
   static std::optional<int> to_number(std::string_view text) {
     int number = 0;
-    const char* end = text.data() + text.size();
-    const auto [parsed, error] = std::from_chars(text.data(), end, number);
+    const char* begin = text.data();
+    const char* end = begin + text.size();
+    const auto [parsed, error] = std::from_chars(begin, end, number);
     if (error != std::errc() || parsed != end) return std::nullopt;
     return number;
   }

@@ -76,4 +76,13 @@ inline constexpr PlanRow kBlackwellPlan[] = {
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
+// Batch-invariant calls, on every GPU: the ring kernel, by the number of sources alone. From a token per
+// SM on this is within 5 % of the tables above.
+struct BatchInvariantRow {
+  int max_sources;  // N <= this
+  int rows_per_stage;
+  int max_ctas_per_sm;  // from more entries than SMs on, else 1: a block by itself has more row slots
+};
+inline constexpr BatchInvariantRow kBatchInvariantPlan[] = {{6, 2, 2}, {kMaxSources, 3, 1}};
+
 }  // namespace attnres

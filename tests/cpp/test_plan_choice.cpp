@@ -100,6 +100,15 @@ TEST_CASE(batch_invariant_kernel_does_not_follow_from_the_batch) {
       }
     }
   }
+  for (const int num_blocks : {0, 5, 6, 8}) {
+    attnres_forward_args args = call(101, num_blocks);
+    args.batch_invariant = 1;
+    EXPECT_EQ(choose(args).kernel, ATTNRES_KERNEL_RING);
+    EXPECT_EQ(choose(args).rows_per_stage, num_blocks <= 5 ? 2 : 3);
+    EXPECT_EQ(choose(args).ctas_per_sm, num_blocks <= 5 ? 2 : 1);
+    args.num_tokens = args.num_bank_tokens = 100;
+    EXPECT_EQ(choose(args).ctas_per_sm, 1);
+  }
   // -1 is the answer of the environment's default, and of a caller who says no.
   attnres_forward_args args = call(1, 8);
   args.batch_invariant = -1;

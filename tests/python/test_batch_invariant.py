@@ -175,15 +175,16 @@ def test_the_native_plan_does_not_follow_from_the_batch(make_case: Callable[...,
         pytest.skip("built without CUDA")
     target = libattnres.probe().built_targets[0].removesuffix("a")
     compute = (int(target[:-1]), int(target[-1]))
-    kernels = set()
-    for num_tokens in (1, 16, 128, 300):
-        case = make_case(num_tokens=num_tokens, hidden_size=H)
-        for pdl in ("wait", "early", "off"):
-            call = checked_call(*case.arguments, None, pdl, True)
-            for num_sms in (78, 132, 148):
-                plan = _core.plan_for(*call.core_args(), *compute, num_sms)
-                kernels.add((plan["kernel"], plan["rows_per_stage"], plan["cluster_size"]))
-    assert kernels == {("ring", 2, 0)}
+    for num_blocks, rows_per_stage in ((0, 2), (1, 2), (5, 2), (6, 3), (8, 3)):
+        kernels = set()
+        for num_tokens in (1, 16, 128, 300):
+            case = make_case(num_tokens=num_tokens, hidden_size=H, num_blocks=num_blocks)
+            for pdl in ("wait", "early", "off"):
+                call = checked_call(*case.arguments, None, pdl, True)
+                for num_sms in (78, 132, 148):
+                    plan = _core.plan_for(*call.core_args(), *compute, num_sms)
+                    kernels.add((plan["kernel"], plan["rows_per_stage"], plan["cluster_size"]))
+        assert kernels == {("ring", rows_per_stage, 0)}
     forced = libattnres.Plan("cluster", cluster_size=4)
     assert _core.plan_for(*call.core_args(forced), *compute, 132)["cluster_size"] == 4
     with pytest.raises(libattnres.UnsupportedError, match=r"^cluster_size: expected one"):

@@ -104,8 +104,8 @@ typedef struct attnres_forward_args {
   int32_t num_threads;
 
   /* 1: a token's bits depend neither on M nor on its place in the batch; -1: they may; 0: as
-   * LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0). attnres_forward then takes the ring kernel with
-   * two rows per stage, or the one that the overrides name. attnres_forward_host always keeps it. */
+   * LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0). attnres_forward then takes a ring kernel that
+   * depends on num_blocks alone, or the one that the overrides name. attnres_forward_host always is. */
   int32_t batch_invariant;
   int32_t reserved; /* 0 */
 } attnres_forward_args;
