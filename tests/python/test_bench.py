@@ -148,6 +148,7 @@ def test_a_wrong_backend_fails_the_command(
         (["--blocks", "9"], "--blocks: expected numbers from 0 to 8, got 9"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got meta"),
         (["--device", "cpu", "--cpu"], "expected a CUDA device"),
+        (["--device", "cpu", "--targets"], "expected a CUDA device"),
     ],
 )
 def test_wrong_options_end_with_a_message(
@@ -277,6 +278,13 @@ def test_targets_measure_everything_that_the_goals_are_about(
     assert judged["B = 2, 8 blocks, >= 2 entries"] is False
     assert judged["CPU time, C call"] is True
     assert judged["walk, T = 1"] is not None
+
+
+def test_targets_are_about_a_cold_cache(
+    fake_gpu: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--device", "cpu", "--targets", "--mode", "hot"]) == 2
+    assert "--targets: expected --mode cold" in capsys.readouterr().err
 
 
 def test_an_error_of_the_device_keeps_what_was_measured(

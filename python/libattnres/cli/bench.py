@@ -346,6 +346,8 @@ def cpu_times(device: torch.device, backends: Sequence[str]) -> dict[str, float]
         result["eager call"] = eager(backend="native")
         result["eager call, out given"] = eager(backend="native", out=out)
         result["eager call, backend not given"] = eager()
+        with torch.enable_grad():  # then it is also asked whether an argument requires grad
+            result["eager call, grad mode"] = eager(backend="native")
         call = checked_call(*(*arguments, out, "wait")).core_args()
         stream = torch.cuda.current_stream().cuda_stream
         seconds = []
@@ -386,6 +388,8 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
         bench = Bench(args, console)
         if bench.kind != "cuda" and (args.sm_side or args.cpu or args.targets):
             raise ValueError("--sm-side, --cpu, --targets: expected a CUDA device, got none")
+        if args.targets and args.mode != "cold":
+            raise ValueError(f"--targets: expected --mode cold, which they are about, got {args.mode}")
         announce(bench)
         shapes = chosen_shapes(args, bench.kind)
         bench.run(shapes)

@@ -251,8 +251,10 @@ def measure_tokens(
     group_producers: dict[Group, float] = {}
     for implementation in implementations:
         try:
-            rel_l2, errors = walk.check(implementation)
-            results["failures"] += errors
+            rel_l2 = None
+            if mode != "eager":  # that comes after the graph of the same walk
+                rel_l2, errors = walk.check(implementation)
+                results["failures"] += errors
             total, p20, p80 = steps_of(walk.launches(implementation))
             row = {
                 "name": implementation.name,
