@@ -16,7 +16,17 @@ import libattnres
 import pytest
 import torch
 from libattnres import _core, cli, reference, timing
-from libattnres.cli import bench, competitors, metadata, plots, targets, walk, workload
+from libattnres.cli import (
+    bench,
+    call_cost,
+    competitors,
+    contenders,
+    metadata,
+    plots,
+    targets,
+    walk_steps,
+    workload,
+)
 from libattnres.cli.workload import COMMON, SM_SIDE, VARIANTS, Buffers, Judge, Shape
 
 CPU = torch.device("cpu")
@@ -203,17 +213,17 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         metadata, "gpu_state", lambda device: {"name": "fake", "num_sms": 10, "l2_bytes": 10 * 14336}
     )
     monkeypatch.setattr(bench, "COPY_BYTES", {"cuda": 1 << 10})
-    monkeypatch.setattr(bench, "CPU_CALLS", 2)
-    monkeypatch.setattr(bench, "CPU_ROUNDS", 1)
+    monkeypatch.setattr(call_cost, "CPU_CALLS", 2)
+    monkeypatch.setattr(call_cost, "CPU_ROUNDS", 1)
     monkeypatch.setattr(
-        bench,
+        contenders,
         "native_plans",
         lambda: [
             ("ring 1 x 1", libattnres.Plan("ring", rows_per_stage=1, ctas_per_sm=1)),
             ("cluster 2", libattnres.Plan("cluster", cluster_size=2)),
         ],
     )
-    monkeypatch.setattr(bench, "find", lambda wanted: ([], ["other: other is not installed"]))
+    monkeypatch.setattr(contenders, "find", lambda wanted: ([], ["other: other is not installed"]))
     return noted
 
 
@@ -262,8 +272,8 @@ def test_targets_measure_everything_that_the_goals_are_about(
     monkeypatch.setattr(targets, "SHARED_ROWS_MIN_ENTRIES", 2)
     monkeypatch.setattr(bench, "VARIANT_TOKENS", (2,))
     monkeypatch.setattr(bench, "SM_SIDE_TOKENS", 4)
-    first_calls = walk.walk_calls()[:3]
-    monkeypatch.setattr(walk, "walk_calls", lambda: first_calls)
+    first_calls = walk_steps.walk_calls()[:3]
+    monkeypatch.setattr(walk_steps, "walk_calls", lambda: first_calls)
     path = tmp_path / "targets.json"
     assert cli.main(["bench", "--device", "cpu", "--targets", "--json", str(path)]) == 1  # all take as long
     document = json.loads(path.read_text())

@@ -11,7 +11,7 @@ import libattnres
 import pytest
 import torch
 from libattnres import cli, timing
-from libattnres.cli import metadata, walk
+from libattnres.cli import metadata, walk, walk_steps
 from libattnres.cli.console import Console
 from libattnres.model_walk import walk_calls
 
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> int:
     """A walk that is over soon, with two bank rows."""
     calls = walk_calls()[:27]
-    monkeypatch.setattr(walk, "walk_calls", lambda: calls)
+    monkeypatch.setattr(walk_steps, "walk_calls", lambda: calls)
     return len(calls)
 
 
 def test_groups_are_those_of_the_model() -> None:
-    groups = walk.Walk(1, CPU, 0).groups()
+    groups = walk_steps.Walk(1, CPU, 0).groups()
     assert sum(map(len, groups.values())) == 187
     by_name = {(group.num_blocks, group.variant): len(indices) for group, indices in groups.items()}
     assert by_name[0, "no delta, write"] == 1
@@ -42,8 +42,8 @@ def test_groups_are_those_of_the_model() -> None:
 
 
 def test_each_call_has_one_producer_that_writes_what_it_reads(few_calls: int) -> None:
-    one = walk.Walk(2, CPU, 0)
-    launches = one.launches(walk.Implementation("torch"))
+    one = walk_steps.Walk(2, CPU, 0)
+    launches = one.launches(walk_steps.Implementation("torch"))
     assert len(launches) == 2 * few_calls
     for index, call in enumerate(one.calls):
         arguments = one.arguments(0, index)
@@ -56,8 +56,8 @@ def test_each_call_has_one_producer_that_writes_what_it_reads(few_calls: int) ->
 
 @pytest.mark.parametrize("backend", ["host", "torch"])
 def test_the_bank_is_built_by_the_calls_and_every_group_is_right(few_calls: int, backend: str) -> None:
-    one = walk.Walk(2, CPU, 0)
-    rel_l2, errors = one.check(walk.Implementation(backend))
+    one = walk_steps.Walk(2, CPU, 0)
+    rel_l2, errors = one.check(walk_steps.Implementation(backend))
     assert errors == []
     assert 0 < rel_l2 < 2e-3
     assert not one.blocks[:, :, :2].isnan().any()
@@ -67,18 +67,18 @@ def test_the_bank_is_built_by_the_calls_and_every_group_is_right(few_calls: int,
 def test_a_wrong_call_is_named(few_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attn_res = libattnres.attn_res
     monkeypatch.setattr(libattnres, "attn_res", lambda *a, **k: attn_res(*a, **k).mul_(1.1))
-    _, errors = walk.Walk(1, CPU, 0).check(walk.Implementation("torch"))
+    _, errors = walk_steps.Walk(1, CPU, 0).check(walk_steps.Implementation("torch"))
     assert errors[0].startswith("torch, layer0.attention: output is off")
 
 
 def test_few_tokens_take_several_steps_and_many_share_their_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "is_gpu", lambda device: True)
     row = 14336
-    one = walk.Walk(1, CPU, 10_000 * row)
+    one = walk_steps.Walk(1, CPU, 10_000 * row)
     # 187 sites of three rows and three weights, and a bank of eight rows.
     assert (one.num_sites, one.num_steps) == (187, -(-30_000 // (187 * 6 + 8)))
-    monkeypatch.setattr(walk, "SITE_BYTES", {"cuda": 50 * 3 * 2 * row})
-    shared = walk.Walk(2, CPU, 10 * row)
+    monkeypatch.setattr(walk_steps, "SITE_BYTES", {"cuda": 50 * 3 * 2 * row})
+    shared = walk_steps.Walk(2, CPU, 10 * row)
     assert (shared.num_sites, shared.num_steps) == (50, 1)
     assert shared.arguments(0, 60)[0].data_ptr() == shared.arguments(0, 10)[0].data_ptr()
     assert shared.arguments(0, 60)[3].data_ptr() != shared.arguments(0, 10)[3].data_ptr()

@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import libattnres
-from libattnres import _core, timing
-from libattnres._call import checked_call
+from libattnres import timing
 from libattnres.cli import metadata, targets, walk
 from libattnres.cli import report as tables
-from libattnres.cli.competitors import COMPETITORS, Competitor, Prepared, find
+from libattnres.cli.call_cost import cpu_times
+from libattnres.cli.competitors import COMPETITORS, Prepared
 from libattnres.cli.console import Console
-from libattnres.cli.verify import native_plans
+from libattnres.cli.contenders import Contender, find_contenders
 from libattnres.cli.workload import (
     COMMON,
     SM_SIDE,
@@ -45,9 +44,6 @@ VARIANT_TOKENS = (1024, 8192)
 """Of the variants among the project's goals, which are about bandwidth."""
 FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-CPU_CALLS = 500
-"""Launches between two synchronisations: fewer than the queue holds, so that none waits for the GPU."""
-CPU_ROUNDS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,62 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One line of the comparison."""
-
-    name: str
-    backend: str
-    prepare: Callable[[tuple[Any, ...], torch.Tensor], Prepared]
-    """From the arguments of one set, and where its output goes."""
-    pdl: str | None = None
-    plan: str | None = None
-    """What is changed about the plan of the native backend."""
-    launched: Callable[[tuple[Any, ...], torch.Tensor], dict[str, Any] | None] = lambda arguments, out: None
-    """Kernel and launch, where they are known."""
-    competitor: Competitor | None = None
-
-    def unsupported(self, shape: Shape) -> str | None:
-        """Why it cannot run a shape, as far as that is known beforehand."""
-        return self.competitor.unsupported(shape) if self.competitor is not None else None
-
-
-def backend_contender(
-    backend: str, pdl: str | None = None, override: str | None = None, **options: Any
-) -> Contender:
-    """A backend of this library, forced; ``override`` names what ``options`` change about its plan."""
-
-    def prepare(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
-        def run() -> None:
-            libattnres.attn_res(*arguments, out=out, backend=backend, pdl=pdl or "wait", **options)
-
-        return Prepared(run, lambda: (out, arguments[0], arguments[2]))
-
-    def launched(arguments: tuple[Any, ...], out: torch.Tensor) -> dict[str, Any] | None:
-        explanation = libattnres.explain(*arguments, out=out, backend=backend, pdl=pdl or "wait", **options)
-        return None if explanation.plan is None else dict(explanation.plan)
-
-    name = " ".join(filter(None, (backend, pdl, override)))
-    return Contender(name, backend, prepare, pdl, override, launched)
-
-
-def prepare_floor(arguments: tuple[Any, ...], out: torch.Tensor) -> Prepared:
-    """The floor kernel, which does not compute the operator."""
-    call = checked_call(*(*arguments, out, "wait")).core_args()
-
-    def run() -> None:
-        _core.floor(*call, torch.cuda.current_stream().cuda_stream)
-
-    return Prepared(run, lambda: (out, arguments[0], arguments[2]))
-
-
-def foreign_contender(competitor: Competitor, prepare: Callable[..., Prepared]) -> Contender:
-    """Another package."""
-    return Contender(
-        competitor.name, competitor.name, lambda arguments, out: prepare(*arguments), competitor=competitor
-    )
-
-
 class Bench:
     """Where and how things are measured, and what came of it."""
 
@@ -163,42 +103,16 @@ class Bench:
         self.cache_bytes: int = self.state.get("l2_bytes") or FALLBACK_CACHE_BYTES[self.kind]
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
-        self.skipped: list[str] = []
         self.notes: list[str] = []
         self.copy_gb_per_s = timing.copy_bandwidth(self.device, COPY_BYTES[self.kind])
-        self.contenders = self.find_contenders()
-
-    def find_contenders(self) -> list[Contender]:
-        """Floor, backends, forced kernels, other packages."""
-        usable = libattnres.probe().backends
-        possible = {"cuda": ("native", "triton", "torch"), "cpu": ("host", "torch")}[self.kind]
-        wanted = self.args.backend or possible
-        self.skipped += [f"{name}: not for {self.device}" for name in wanted if name not in possible]
-        found = []
-        if self.kind == "cuda" and usable["native"] is None:
-            found.append(Contender("floor", "floor", prepare_floor, "wait"))
-        for name in possible:
-            if name not in wanted:
-                continue
-            if usable[name] is not None:
-                self.skipped.append(f"{name}: {usable[name]}")
-                continue
-            modes = self.args.pdl if name in ("native", "triton") else [None]
-            found += [backend_contender(name, mode) for mode in modes]
-            if name != "native":
-                continue
-            for mode in modes:
-                if self.args.batch_invariant:
-                    found.append(backend_contender(name, mode, "batch-invariant", batch_invariant=True))
-                if self.args.kernels:
-                    found += [
-                        backend_contender(name, mode, label, plan=plan) for label, plan in native_plans()
-                    ]
-        if self.kind == "cuda" or self.args.competitors:
-            foreign, skipped = find(self.args.competitors)
-            self.skipped += skipped
-            found += [foreign_contender(competitor, prepare) for competitor, prepare in foreign]
-        return found
+        self.contenders, self.skipped = find_contenders(
+            self.device,
+            args.backend,
+            args.pdl,
+            kernels=args.kernels,
+            batch_invariant=args.batch_invariant,
+            competitors=args.competitors,
+        )
 
     def measure(self, shape: Shape, mode: str, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
         """Check, then time, every contender on one shape."""
@@ -329,52 +243,8 @@ def chosen_shapes(args: argparse.Namespace, kind: str) -> list[Shape]:
         shapes += [Shape(M, 8, variant) for variant in VARIANTS for M in VARIANT_TOKENS]
         # As many bank entries as the goal for shared rows begins with.
         M = 2 * targets.SHARED_ROWS_MIN_ENTRIES
-        shapes += [Shape(M, 8), Shape(M, 8, replace(VARIANTS[-1]))]
+        shapes += [Shape(M, 8), Shape(M, 8, VARIANTS[-1])]
     return list(dict.fromkeys(shapes))
-
-
-def cpu_times(device: torch.device, backends: Sequence[str]) -> dict[str, float]:
-    """Microseconds of the CPU per call, with the launch, which nothing waits for."""
-    buffers = Buffers(Shape(1, 1), 1, device)
-    arguments, out = buffers.arguments(0), buffers.out[0]
-
-    def eager(calls: int = CPU_CALLS, **options: Any) -> float:
-        return host_us(lambda: libattnres.attn_res(*arguments, **options), calls)
-
-    result = {}
-    if "native" in backends:
-        result["eager call"] = eager(backend="native")
-        result["eager call, out given"] = eager(backend="native", out=out)
-        result["eager call, backend not given"] = eager()
-        with torch.enable_grad():  # then it is also asked whether an argument requires grad
-            result["eager call, grad mode"] = eager(backend="native")
-        call = checked_call(*(*arguments, out, "wait")).core_args()
-        stream = torch.cuda.current_stream().cuda_stream
-        seconds = []
-        for _ in range(CPU_ROUNDS):
-            seconds.append(_core.time_forward(*call, stream, CPU_CALLS))
-            torch.cuda.synchronize()
-        result["C call"] = statistics.median(seconds) * 1e6 / CPU_CALLS
-    if "triton" in backends:
-        result["eager call, triton"] = eager(backend="triton", out=out)
-    if "torch" in backends:
-        result["eager call, torch"] = eager(5, backend="torch", out=out)  # dozens of launches each
-    result["empty_like alone"] = host_us(lambda: torch.empty_like(out), CPU_CALLS)
-    return result
-
-
-def host_us(call: Callable[[], object], calls: int) -> float:
-    """Median time of a call on the host's clock; the device is waited for outside of it."""
-    samples = []
-    for index in range(CPU_ROUNDS + 2):
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        elapsed = time.perf_counter() - started
-        torch.cuda.synchronize()
-        if index >= 2:
-            samples.append(elapsed * 1e6 / calls)
-    return statistics.median(samples)
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
