@@ -174,6 +174,8 @@ def variant_table(rows: Sequence[dict[str, Any]]) -> Table:
             continue
         for shape, mine in shapes(plain(rows, variant)):
             ours, floor = targets.best_median(mine, "native"), targets.best_median(mine, "floor")
+            if ours is None:
+                continue
             base = common.get(shape, [])
             base_us = targets.best_median(base, "native")
             bytes_ratio = mine[0]["bytes"] / base[0]["bytes"] if base else None
