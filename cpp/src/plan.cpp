@@ -88,12 +88,14 @@ const PlanSection* user_section(const Gpu& gpu) {
 }
 
 // Rows that a block should keep in flight at most.
-int64_t ring_depth(const attnres_forward_args& args, const Gpu& gpu, int ctas_per_sm) {
+int64_t ring_depth(const attnres_forward_args& args, const Gpu& gpu, const PlanRow& row,
+                   int ctas_per_sm) {
   if (gpu.compute_major == 9) {
     const double entries_per_sm = static_cast<double>(args.num_bank_tokens) / gpu.num_sms;
     for (const RingDepth& depth : kHopperRingDepth) {
       if (args.num_blocks + 1 <= depth.max_sources && entries_per_sm >= depth.min_entries_per_sm) {
-        return std::max(2, depth.rows_per_sm / ctas_per_sm);
+        // A block holds a stage, or a prefix and its delta, before it hands a slot back.
+        return std::max({2, row.rows_per_stage, depth.rows_per_sm / ctas_per_sm});
       }
     }
   }
@@ -175,7 +177,7 @@ Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
   const int64_t entries_per_block = (entries + plan.grid_size - 1) / plan.grid_size;
   plan.ring_rows = static_cast<int32_t>(std::min(
       {(budget - *instance->fixed_shared_memory) / row_bytes, rows_per_entry * entries_per_block,
-       int64_t{*instance->max_ring_rows}, ring_depth(args, gpu, plan.ctas_per_sm)}));
+       int64_t{*instance->max_ring_rows}, ring_depth(args, gpu, row, plan.ctas_per_sm)}));
   plan.shared_memory_bytes =
       static_cast<uint32_t>(*instance->fixed_shared_memory + plan.ring_rows * row_bytes);
   return plan;
