@@ -44,8 +44,8 @@ constexpr PlanRow cluster_row(Reads reads, int max_sources, double max_entries_p
 // ring's start is hidden as well, 3.5 at T = 16, but in a model's step it is not: 187 calls with producers
 // between take 959 with the ring and 746 with the cluster. T = 128, NC = 2 x 2 blocks and NC = 3 x 1:
 // 8.2, 7.7 at 8 blocks, 5.4, 5.7 at 4. T = 1024, with the depth below: 44.6 at 8 blocks and 30.7 at 4 for
-// NC = 3, 31.9 for NC = 2 at 4. At 1 block, T = 1024 and 8192: 22.8 and 145 for NC = 1, 20.9 and 154.8 for
-// NC = 2, 21.5 and 148 for NC = 3.
+// NC = 3, 31.9 for NC = 2 at 4. At 1 block, T = 1024 and 8192: 20.9 and 154.8 for NC = 2, 21.5 and 148 for
+// NC = 3; NC = 1 with two slots a block took 145 at 8192 and is still to be checked for more than one shape.
 inline constexpr PlanRow kHopperPlan[] = {
     cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
     cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),
@@ -53,14 +53,12 @@ inline constexpr PlanRow kHopperPlan[] = {
     ring_row(Reads::kEarly, kMaxSources, 64.0 / 132, 3, 1),
     ring_row(Reads::kAny, 6, 4.5, 2, 2),
     ring_row(Reads::kAny, 3, 16.0, 2, 2),
-    ring_row(Reads::kAny, 3, kUnbounded, 1, 2),
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 3, 1),
 };
 
 // How many rows an SM keeps in flight once blocks work through several entries. More only push one another,
-// and the rows about to be written back, out of L2. H200, T = 8192: 1 block, NC = 1, 145 us with 4 rows, 156
-// with 6; NC = 3, 148 with 4, 161 with 15; 4 blocks, NC = 3, 222 with 6, 226 with 8. T = 1024, 8 blocks:
-// 44.6 with 8, 45.5 with 15.
+// and the rows about to be written back, out of L2. H200, NC = 3, T = 8192: 1 block 148 us with 4 rows, 159
+// with 6, 161 with 15; 4 blocks 222 with 6, 226 with 8. T = 1024, 8 blocks: 44.6 with 8, 45.5 with 15.
 struct RingDepth {
   int max_sources;            // N <= this
   double min_entries_per_sm;  // T / SMs >= this
