@@ -101,6 +101,14 @@ def cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
+COPY_SLACK = 1.05
+
+
+def copy_bounds(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the plain copy of a run is the bound it is meant to be: nothing was much faster than it."""
+    return all(row.get("copy_fraction", 0.0) <= COPY_SLACK for row in rows)
+
+
 def machine(document: Document) -> str:
     """Where, with what and when."""
     known, gpu = document["metadata"], document.get("gpu") or {}
@@ -113,7 +121,9 @@ def machine(document: Document) -> str:
         f"PyTorch {known['torch']}",
         f"Triton {known['triton']}" if known.get("triton") else None,
         f"libattnres {known['libattnres']} ({(known.get('commit') or 'unknown commit')[:12]})",
-        f"plain copy {document['copy_gb_per_s']:.0f} GB/s" if document.get("copy_gb_per_s") else None,
+        f"plain copy {document['copy_gb_per_s']:.0f} GB/s"
+        if document.get("copy_gb_per_s") and copy_bounds(document.get("rows", ()))
+        else None,
         known["date"][:10],
     ]
     return ", ".join(filter(None, parts)) + "."
@@ -162,6 +172,8 @@ def latency_table(rows: Sequence[dict[str, Any]]) -> Table:
             )
         )
     columns = ("blocks", "tokens", *names, "native / floor", "triton / native", "GB/s", "% of copy")
+    if not copy_bounds(rows):
+        return columns[:-1], [line[:-1] for line in lines]
     return columns, lines
 
 
