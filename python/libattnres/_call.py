@@ -292,7 +292,12 @@ def checked_epsilon(name: str, value: Any) -> float:
     if type(value) is float:
         return value
     if isinstance(value, (float, int)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(
+                f"{name}: expected a finite number >= 0, got an int of {int(value).bit_length()} bits"
+            ) from None
     raise TypeError(f"{name}: expected a float, got {describe_type(value)}")
 
 

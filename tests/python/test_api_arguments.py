@@ -247,6 +247,11 @@ WRONG: dict[str, tuple[type[Exception], str, Changes]] = {
         lambda c: {"blocks": c.blocks[:2], "block_write_idx": 3},
     ),
     "eps is negative": (ValueError, "eps: expected ", lambda c: {"eps": -1e-5}),
+    "eps is an int past every float": (
+        ValueError,
+        "eps: expected a finite number >= 0, got an int of 1329 bits",
+        lambda c: {"eps": 10**400},
+    ),
     "eps is NaN": (ValueError, "eps: expected ", lambda c: {"eps": float("nan")}),
     "output_norm_eps is infinite": (
         ValueError,
