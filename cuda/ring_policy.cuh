@@ -20,8 +20,9 @@ struct RingPolicy {
   // Row slots are worth no more than this.
   static constexpr int kMaxRingRows = kMaxCtasPerSm == 2 ? 8 : 16;
 
-  // Whether an entry's output is finished under the next entry's first chunk.
-  static constexpr bool kDefersOutput = B == 1;
+  // Whether an entry's output is finished under the next entry's first chunk. The prefix row that this keeps
+  // in registers is one too many for two rows a stage.
+  static constexpr bool kDefersOutput = B == 1 && NC != 2;
 };
 
 }  // namespace attnres
