@@ -76,8 +76,8 @@ inline constexpr PlanRow kBlackwellPlan[] = {
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
-// Batch-invariant calls, on every GPU: the ring kernel, by the number of sources alone. From a token per
-// SM on this is within 5 % of the tables above.
+// Batch-invariant calls, on every GPU: the ring kernel, by the number of sources alone, as the table for
+// compute capability 9.0 takes it for a few tokens per SM. What it costs has not been measured.
 struct BatchInvariantRow {
   int max_sources;  // N <= this
   int rows_per_stage;
