@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import libattnres
 import pytest
 import torch
 
@@ -97,5 +98,25 @@ def make_case() -> Callable[..., Case]:
             normal(H),
         )
         return case.with_(**changes)
+
+    return make
+
+
+@pytest.fixture
+def native_device() -> None:
+    """For tests about the native kernels: there must be some for this device."""
+    reason = libattnres.probe().backends["native"]
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def gpu_case(make_case: Callable[..., Case]) -> Callable[..., Case]:
+    """Arguments on the GPU at the model's hidden size; bank rows that are not read hold NaN."""
+
+    def make(**options: Any) -> Case:
+        case = make_case(**{"hidden_size": 7168, "device": "cuda", **options})
+        case.blocks[:, case.num_blocks :] = float("nan")
+        return case
 
     return make

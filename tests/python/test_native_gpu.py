@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,30 +14,11 @@ import torch
 from libattnres import cli, reference
 from libattnres.backends import torch as torch_backend
 from libattnres.backends import triton as triton_backend
+from programs import run_program
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native_device")]
 
 H = 7168
-
-
-@pytest.fixture(autouse=True)
-def _native_device() -> None:
-    """These tests are about the native kernels, so there must be some for this device."""
-    reason = libattnres.probe().backends["native"]
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def gpu_case(make_case: Callable[..., Any]) -> Callable[..., Any]:
-    """Arguments on the GPU; bank rows that are not read hold NaN."""
-
-    def make(**options: Any) -> Any:
-        case = make_case(**{"hidden_size": H, "device": "cuda", **options})
-        case.blocks[:, case.num_blocks :] = float("nan")
-        return case
-
-    return make
 
 
 @pytest.fixture
@@ -305,13 +284,6 @@ def test_capture_after_warmup_replays_with_new_inputs(gpu_case: Callable[..., An
         torch.cuda.synchronize()
         assert reference.same_bits(output, expected)
         assert reference.same_bits(case.prefix, fresh.prefix)
-
-
-def run_program(program: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("warm", [True, False])
