@@ -83,3 +83,10 @@ def late_copy(
 def plug() -> None:
     """Hold the stream until the host has enqueued what follows, so that only the GPU decides when it runs."""
     torch.cuda._sleep(_PLUG_CYCLES)
+
+
+def illegal_access() -> None:
+    """Read far outside of all memory, which costs this process its CUDA context."""
+    rows = torch.zeros(16, device="cuda", dtype=torch.int16)
+    far = 1 << 30  # elements from row to row, and a thousand rows
+    _late_copy[(NUM_PROGRAMS,)](rows, rows, far, far, 1000, 16, WAITS=True, NANOSECONDS=0, BLOCK=1024)
