@@ -58,9 +58,24 @@ struct ExchangeApi {
 struct TensorTypes {
   PyTypeObject* tensor = nullptr;
   PyTypeObject* parameter = nullptr;
+  PyCFunction is_neg = nullptr;  // Tensor.is_neg(self, NULL), past the lookup and the call protocol
   const dlpack::ExchangeApi* api = nullptr;
 };
 inline TensorTypes tensor_types;
+
+// The C function behind a method of a type that takes no arguments, or null.
+inline PyCFunction method_of(PyObject* type, const char* name) {
+  PyObject* method = PyObject_GetAttrString(type, name);
+  PyCFunction function = nullptr;
+  if (method == nullptr) {
+    PyErr_Clear();
+  } else if (Py_IS_TYPE(method, &PyMethodDescr_Type)) {
+    const PyMethodDef* definition = reinterpret_cast<PyMethodDescrObject*>(method)->d_method;
+    if (definition->ml_flags == METH_NOARGS) function = definition->ml_meth;
+  }
+  Py_XDECREF(method);
+  return function;
+}
 
 inline PyObject* bind_tensors(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   if (count != 3 || !PyType_Check(objects[0]) || !PyType_Check(objects[1])) {
@@ -71,14 +86,15 @@ inline PyObject* bind_tensors(PyObject*, PyObject* const* objects, Py_ssize_t co
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(objects[2], "dlpack_exchange_api"));
   if (api == nullptr) return nullptr;
+  const PyCFunction is_neg = method_of(objects[0], "is_neg");
   if (api->major != dlpack::kMajor || api->tensor_from_object == nullptr ||
-      api->current_stream == nullptr) {
+      api->current_stream == nullptr || is_neg == nullptr) {
     Py_RETURN_FALSE;
   }
   Py_INCREF(objects[0]);
   Py_INCREF(objects[1]);
   tensor_types = {reinterpret_cast<PyTypeObject*>(objects[0]),
-                  reinterpret_cast<PyTypeObject*>(objects[1]), api};
+                  reinterpret_cast<PyTypeObject*>(objects[1]), is_neg, api};
   Py_RETURN_TRUE;
 }
 
@@ -95,6 +111,8 @@ class TensorReader {
     }
     if (tensor->ndim != ndim || tensor->byte_offset != 0 || tensor->dtype_lanes != 1) return false;
     if (tensor->shape[ndim - 1] > 1 && tensor->strides[ndim - 1] != 1) return false;
+    // The library takes a null pointer for an absent argument; a tensor whose storage was freed has one.
+    if (tensor->data == nullptr || has_negative_bit(object)) return false;
     if (first_) {
       first_ = false;
       device_type_ = tensor->device_type;
@@ -115,14 +133,22 @@ class TensorReader {
     return true;
   }
 
-  // Other dtypes take the slow path: DLPack does not show the negative bit, which only the real views of
-  // complex tensors have, and none of those is bfloat16.
+  // The native kernels' dtype; others take the slow path.
   bool is_bfloat16() const { return dtype_code_ == dlpack::kBfloat && dtype_bits_ == 16; }
 
   int32_t device_type() const { return device_type_; }
   int32_t device_id() const { return device_id_; }
 
  private:
+  // DLPack does not show it: memory that holds the negatives of the values. True also on an error.
+  static bool has_negative_bit(PyObject* object) {
+    PyObject* answer = tensor_types.is_neg(object, nullptr);
+    if (answer == nullptr) PyErr_Clear();
+    const bool negative = answer != Py_False;
+    Py_XDECREF(answer);
+    return negative;
+  }
+
   bool first_ = true;
   int32_t device_type_ = 0;
   int32_t device_id_ = 0;

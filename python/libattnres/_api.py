@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from libattnres import _core, _ops
-from libattnres._call import Plan, checked_call, refuse_grad
+from libattnres._call import Plan, checked_call, refuse_grad, refuse_tangents
 from libattnres._dispatch import Explanation, explain_call
 from libattnres._eager import eager
 
@@ -106,7 +107,7 @@ def attn_res(
     UnsupportedError
         When the forced backend cannot serve this call here, with the reason. Nothing was written.
     RuntimeError
-        When an argument requires grad under grad mode, or CUDA failed.
+        When an argument requires grad under grad mode or carries a forward-mode tangent, or CUDA failed.
 
     Notes
     -----
@@ -137,6 +138,8 @@ def attn_res(
         prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out
     ):
         refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
     output = out
     served = False
     if plan is None and type(prefix) in _PLAIN_TYPES:
@@ -272,6 +275,8 @@ def explain(
     """
     if _is_grad_enabled():
         refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
     call = checked_call(
         prefix,
         delta,

@@ -3,16 +3,31 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from libattnres import _core
 
-__all__ = ["BATCH_INVARIANT_VARIABLE", "PDL_MODES", "Call", "Plan", "checked_call", "refuse_grad"]
+__all__ = [
+    "ARGUMENTS",
+    "BATCH_INVARIANT_VARIABLE",
+    "PDL_MODES",
+    "Call",
+    "Plan",
+    "check_call_without_memory",
+    "checked_call",
+    "refuse_grad",
+    "refuse_tangents",
+]
+
+ARGUMENTS = ("prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight", "out")
+"""Names of the tensor arguments."""
 
 BATCH_INVARIANT_VARIABLE = "LIBATTNRES_BATCH_INVARIANT"
 PDL_MODES = {"wait": 0, "early": 1, "off": 2}
@@ -94,6 +109,11 @@ class Call:
 
     def check_memory(self) -> None:
         """Ranges, strides and overlap, judged by the library for every backend alike."""
+        for name in ARGUMENTS:
+            # Not only an error of its own: the library takes a null pointer for an absent argument.
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0:
+                raise ValueError(f"{name}: expected a tensor that holds its memory, got one with none")
         if self.prefix.dtype is torch.float64:
             # The library has no float64; the same memory as twice as many float32.
             _core.check(*self._core_args(CORE_DTYPES[torch.float32], 2, None), False)
@@ -198,6 +218,76 @@ def checked_call(
     return call
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Stands in a :class:`Call` for a tensor without memory: its sizes, at an address of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    address: int
+
+    def stride(self, dimension: int) -> int:
+        """As of a tensor."""
+        return self.strides[dimension]
+
+    def data_ptr(self) -> int:
+        """As of a tensor; no other layout is near."""
+        return self.address
+
+
+def check_call_without_memory(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    num_blocks: int,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    out: torch.Tensor,
+    pdl: str,
+    batch_invariant: bool | None,
+) -> None:
+    """What :func:`checked_call` refuses, for fake tensors: all but overlap of one argument with another.
+
+    A symbolic size counts as what it is in the example at hand, which guards nothing: the call that runs
+    is checked again. Where one has no example (it depends on data), sizes and numbers are left to the run.
+    """
+    tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    check_tensors(*tensors)
+    values = [
+        known(checked_index("num_blocks", num_blocks)),
+        known(checked_index("block_write_idx", block_write_idx)),
+        known(checked_epsilon("eps", eps)),
+        known(checked_epsilon("output_norm_eps", output_norm_eps)),
+    ]
+    check_pdl(pdl)
+    batch_invariant = resolved_batch_invariant(batch_invariant)
+    layouts: list[Layout | None] = []
+    for position, tensor in enumerate(tensors, start=1):
+        if tensor is None:
+            layouts.append(None)
+            continue
+        shape, strides = tuple(map(known, tensor.shape)), tuple(map(known, tensor.stride()))
+        values += [*shape, *strides]
+        # Eight of these stay below the 63 bits of an address.
+        layouts.append(Layout(shape, strides, tensor.dtype, tensor.device, position << 59))  # type: ignore[arg-type]
+    if None not in values:
+        arguments: list[Any] = [*layouts[:6], *values[:4], layouts[6], pdl, batch_invariant]
+        Call(*arguments).check_memory()
+
+
+def known(value: Any) -> int | float | None:
+    """A number, or what a symbolic one is in the example that is traced; None when it has no example."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        value = value.node.hint
+    return value if isinstance(value, (int, float)) else None
+
+
 def check_tensors(
     prefix: torch.Tensor,
     delta: torch.Tensor | None,
@@ -254,8 +344,7 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """A strided tensor of the rank of ``shape``, last stride 1, with the dtype and device of prefix."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {describe_type(tensor)}")
+    check_type(name, tensor)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: expected a strided tensor, got {tensor.layout}")
     rank = shape.count(",") + 1
@@ -269,6 +358,12 @@ def check_tensor(
         raise ValueError(f"{name}: expected last stride 1, got strides {tuple(tensor.stride())}")
     if tensor.is_neg():
         raise ValueError(f"{name}: expected a tensor without the negative bit, got one with it")
+
+
+def check_type(name: str, tensor: Any) -> None:
+    """A tensor at all."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {describe_type(tensor)}")
 
 
 def describe_shape(tensor: torch.Tensor) -> str:
@@ -288,16 +383,15 @@ def checked_index(name: str, value: Any) -> int:
 
 
 def checked_epsilon(name: str, value: Any) -> float:
-    """A float or an int; whether it is finite and not negative is for the library."""
-    if type(value) is float:
-        return value
-    if isinstance(value, (float, int)) and not isinstance(value, bool):
+    """A real number, also NumPy's; whether it is finite and not negative is for the library."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return value  # type: ignore[return-value]
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(
-                f"{name}: expected a finite number >= 0, got an int of {int(value).bit_length()} bits"
-            ) from None
+            bits = int(cast(Any, value)).bit_length()
+            raise ValueError(f"{name}: expected a finite number >= 0, got an int of {bits} bits") from None
     raise TypeError(f"{name}: expected a float, got {describe_type(value)}")
 
 
@@ -334,18 +428,31 @@ def refuse_grad(
     out: object,
 ) -> None:
     """Raise when an argument requires grad; for use under grad mode."""
-    for name, tensor in (
-        ("prefix", prefix),
-        ("delta", delta),
-        ("blocks", blocks),
-        ("norm_weight", norm_weight),
-        ("qk_weight", qk_weight),
-        ("output_norm_weight", output_norm_weight),
-        ("out", out),
-    ):
+    tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise RuntimeError(
                 f"{name}: expected a tensor that does not require grad, because attn_res has no "
                 f"backward, got requires_grad=True; call it under torch.no_grad() or "
                 f"torch.inference_mode()"
+            )
+
+
+def refuse_tangents(
+    prefix: object,
+    delta: object,
+    blocks: object,
+    norm_weight: object,
+    qk_weight: object,
+    output_norm_weight: object,
+    out: object,
+) -> None:
+    """Raise when an argument is a dual tensor of forward-mode AD; for use inside a dual level."""
+    unpack_dual: Any = forward_ad.unpack_dual
+    tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
+        if isinstance(tensor, torch.Tensor) and unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name}: expected a tensor without a tangent, because attn_res has no derivative, "
+                f"got a dual tensor of forward-mode AD"
             )

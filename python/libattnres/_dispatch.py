@@ -87,22 +87,22 @@ def requested_backend(backend: str | None, plan: Plan | None) -> tuple[str | Non
     if name is None and plan is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE) or None
         source = "LIBATTNRES_BACKEND"
-    if name is not None and (not isinstance(name, str) or name not in (*BACKENDS, "auto")):
-        culprit = "backend" if source == "argument" else ENVIRONMENT_VARIABLE
+    check_backend(name, plan, "backend" if source == "argument" else ENVIRONMENT_VARIABLE)
+    if name in (None, "auto"):
+        return (None, "auto") if plan is None else ("native", "plan")
+    return name, source
+
+
+def check_backend(backend: Any, plan: Any, culprit: str = "backend") -> None:
+    """Whether there is such a backend, and whether a plan goes with it."""
+    if backend is not None and (not isinstance(backend, str) or backend not in (*BACKENDS, "auto")):
         known = ", ".join(map(repr, ("auto", *BACKENDS)))
-        raise ValueError(f"{culprit}: expected one of {known}, got {name!r}")
-    if name == "auto":
-        name = None
+        raise ValueError(f"{culprit}: expected one of {known}, got {backend!r}")
     if plan is not None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan: expected a libattnres.Plan, got {type(plan).__name__}")
-        if name not in (None, "native"):
-            raise ValueError(f"plan: expected None with backend {name!r}, got {plan}")
-        if name is None:
-            return "native", "plan"
-    if name is None:
-        return None, "auto"
-    return name, source
+        if backend not in (None, "auto", "native"):
+            raise ValueError(f"plan: expected None with backend {backend!r}, got {plan}")
 
 
 def unsupported(name: str, call: Call) -> str | None:

@@ -29,15 +29,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from libattnres._call import (
+    ARGUMENTS,
     Plan,
     check_batch_invariant,
+    check_call_without_memory,
     check_pdl,
-    check_tensors,
+    check_type,
+    checked_epsilon,
     checked_index,
     refuse_grad,
+    refuse_tangents,
 )
+from libattnres._dispatch import check_backend, requested_backend
 from libattnres._eager import eager
 
 __all__ = ["OPS", "attn_res"]
@@ -99,7 +105,33 @@ def attn_res(
     plan: Plan | None,
     batch_invariant: bool | None,
 ) -> torch.Tensor:
-    """Call the op that writes exactly what this call writes."""
+    """Call the op that writes exactly what this call writes.
+
+    Types are judged here, in the words of attn_res: the dispatcher has its own, and takes a bool for an
+    int. Values are for the kernels, fake or not.
+    """
+    for name, tensor in (
+        ("prefix", prefix),
+        ("delta", delta),
+        ("blocks", blocks),
+        ("norm_weight", norm_weight),
+        ("qk_weight", qk_weight),
+        ("output_norm_weight", output_norm_weight),
+        ("out", out),
+    ):
+        if tensor is not None or name in ("prefix", "blocks", "norm_weight", "qk_weight"):
+            check_type(name, tensor)
+    num_blocks = checked_index("num_blocks", num_blocks)
+    block_write_idx = checked_index("block_write_idx", block_write_idx)
+    eps = checked_epsilon("eps", eps)
+    output_norm_eps = checked_epsilon("output_norm_eps", output_norm_eps)
+    if not torch.compiler.is_compiling():
+        for name, index in (("num_blocks", num_blocks), ("block_write_idx", block_write_idx)):
+            if isinstance(index, int) and index.bit_length() > 63:
+                raise ValueError(f"{name}: expected a 64-bit integer, got {index}")
+    check_pdl(pdl)
+    check_batch_invariant(batch_invariant)
+    check_backend(backend, plan)
     ops = torch.ops.libattnres
     weights = (norm_weight, qk_weight, output_norm_weight, num_blocks)
     options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers(), batch_invariant)
@@ -179,13 +211,26 @@ def _general_fake(
     batch_invariant: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_tensors(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
-    checked_index("num_blocks", num_blocks)
-    checked_index("block_write_idx", block_write_idx)
-    check_pdl(pdl)
-    plan_from_numbers(plan)
-    check_batch_invariant(batch_invariant)
-    return prefix.new_empty(prefix.shape) if out is None else out
+    # All that the run will refuse, but for what only memory and the machine can tell: overlap, and
+    # whether a forced backend can serve.
+    output = prefix.new_empty(prefix.shape) if out is None else out
+    check_call_without_memory(
+        prefix,
+        delta,
+        blocks,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        num_blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        output,
+        pdl,
+        batch_invariant,
+    )
+    requested_backend(backend, plan_from_numbers(plan))
+    return output
 
 
 def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -244,26 +289,16 @@ def _kernels(general: Kernel) -> dict[str, Kernel]:
 
 
 def _autograd_kernel(op: torch._ops.OpOverload) -> Kernel:
-    """Refuses under grad mode what requires grad: there is no backward to record."""
+    """Refuses what wants a derivative: there is no backward to record, and no tangent to compute."""
     names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = [named.get(name) for name in ARGUMENTS]
         if torch.is_grad_enabled():
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
-            refuse_grad(
-                *(
-                    named.get(name)
-                    for name in (
-                        "prefix",
-                        "delta",
-                        "blocks",
-                        "norm_weight",
-                        "qk_weight",
-                        "output_norm_weight",
-                        "out",
-                    )
-                )
-            )
+            refuse_grad(*arguments)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 

@@ -319,15 +319,47 @@ def test_explain_refuses_what_attn_res_refuses(what: str, make_case: Callable[..
     assert str(raised.value).startswith(text)
 
 
-@pytest.mark.parametrize("name", ["prefix", "delta", "blocks", "qk_weight"])
-def test_a_negative_view_is_refused_rather_than_misread(name: str, make_case: Callable[..., Any]) -> None:
+TENSORS = ("prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight", "out")
+
+
+def run_with(case: Any, name: str, value: torch.Tensor) -> None:
+    """A call with one tensor replaced, which may be ``out``."""
+    if name == "out":
+        libattnres.attn_res(*case.arguments, out=value)
+    else:
+        libattnres.attn_res(*case.with_(**{name: value}).arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_negative_view_is_refused_rather_than_misread(
+    name: str, dtype: torch.dtype, make_case: Callable[..., Any]
+) -> None:
     """The imaginary part of a conjugate: memory that holds the values' negatives."""
-    case = make_case(dtype=torch.float32)
-    value = getattr(case, name)
-    negative = torch._neg_view(value)
+    case = make_case(dtype=dtype)
+    negative = torch._neg_view(case.delta.clone() if name == "out" else getattr(case, name))
     assert negative.is_neg()
-    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without the negative bit"):
-        libattnres.attn_res(*case.with_(**{name: negative}).arguments)
+    before = bytes_of(case)
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without the negative bit, got "):
+        run_with(case, name, negative)
+    assert bytes_of(case) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_whose_storage_was_freed_is_not_taken_for_an_absent_one(
+    name: str, dtype: torch.dtype, make_case: Callable[..., Any]
+) -> None:
+    """As a sharded parameter's is between its uses: shape and strides without memory."""
+    case = make_case(dtype=dtype)
+    freed = case.delta.clone() if name == "out" else getattr(case, name).clone()
+    freed.untyped_storage().resize_(0)
+    before = bytes_of(case)
+    with pytest.raises(
+        ValueError, match=f"^{name}: expected a tensor that holds its memory, got one with none"
+    ):
+        run_with(case, name, freed)
+    assert bytes_of(case) == before
 
 
 WRONG_OUT: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {

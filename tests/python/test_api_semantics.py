@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import libattnres
@@ -159,10 +160,11 @@ def test_indices_accept_whatever_is_an_integer(make_case: Callable[..., Any]) ->
     assert torch.equal(libattnres.attn_res(*case.arguments), expected)
 
 
-def test_an_int_is_an_epsilon(make_case: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("number", [int, np.float16, np.float32, np.float64, np.int8, Fraction])
+def test_every_real_number_is_an_epsilon(number: Any, make_case: Callable[..., Any]) -> None:
     case = make_case()
     expected = libattnres.attn_res(*case.clone().with_(eps=1.0, output_norm_eps=0.0).arguments)
-    output = libattnres.attn_res(*case.with_(eps=1, output_norm_eps=0).arguments)
+    output = libattnres.attn_res(*case.with_(eps=number(1), output_norm_eps=number(0)).arguments)
     assert torch.equal(output, expected)
 
 
