@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import libattnres
+from libattnres.cli import audit
 from libattnres.cli.console import Console
 
 HELP = "the kernels compiled into the library"
@@ -25,11 +27,19 @@ AXES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--all", action="store_true", help="one line per kernel instead of a summary")
+    parser.add_argument(
+        "--audit",
+        action="store_true",
+        help="read the machine code of every kernel for every target and check what it promises; needs "
+        "no GPU, but cuobjdump and nvdisasm (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
     """Print the table, or per kernel the values that each axis takes."""
     permutations = libattnres.permutations()
+    if args.audit:
+        return audit_library(args, console)
     targets = ", ".join(f"sm_{target}" for target in libattnres.probe().built_targets) or "no GPU"
     title = f"{len(permutations)} kernels for each of: {targets}"
     if args.all:
@@ -49,3 +59,19 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
             rows.append((kernel, str(len(mine)), *(" ".join(map(str, values[axis])) for axis in AXES)))
         console.table(title, ("kernel", "count", *AXES), rows)
     return 0, {"permutations": permutations}
+
+
+def audit_library(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
+    """Print what the machine code is and which rules it breaks; status 1 when it breaks any."""
+    library = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"
+    audits = audit.audit_binary(library, console.progress)
+    if not audits:
+        raise libattnres.UnsupportedError("this library was built without kernels")
+    console.table("machine code of the kernels", audit.SUMMARY_COLUMNS, audit.summary(audits))
+    if args.all:
+        console.table("each kernel", audit.DETAIL_COLUMNS, audit.details(audits))
+    broken = [f"{one.kernel} for sm_{one.target}: {problem}" for one in audits for problem in one.problems]
+    for problem in broken:
+        console.line(f"BROKEN: {problem}")
+    console.line(f"{len(audits)} kernels audited, {len(broken)} broken rules")
+    return int(bool(broken)), {"problems": broken, "audits": [one.as_dict() for one in audits]}

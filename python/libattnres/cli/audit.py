@@ -1,0 +1,609 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiled kernels promise, read from their machine code; no GPU is needed.
+
+Each rule is a function that looks at one kernel for one target and says what breaks it. What is counted and
+what is demanded stand in one record, so that a table of counts and the verdict come from the same reading.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libattnres.cli import sass
+from libattnres.cli.kernel_flow import Flow, Parameter, Scenario, follow
+from libattnres.cli.sass import Edge, Function, Instruction, Loop
+
+__all__ = [
+    "DETAIL_COLUMNS",
+    "PARAMETERS",
+    "SUMMARY_COLUMNS",
+    "Audit",
+    "Kernel",
+    "audit_binary",
+    "audit_cubin",
+    "audit_function",
+    "compare_targets",
+    "details",
+    "identify",
+    "summary",
+]
+
+PARAMETER_SIZES = {
+    "prefix": 8,
+    "delta": 8,
+    "blocks": 8,
+    "norm_weight": 8,
+    "qk_weight": 8,
+    "output_norm_weight": 8,
+    "output": 8,
+    "num_tokens": 8,
+    "prefix_stride": 8,
+    "delta_stride": 8,
+    "blocks_token_stride": 8,
+    "blocks_row_stride": 8,
+    "output_stride": 8,
+    "eps": 4,
+    "output_norm_eps": 4,
+    "block_write_idx": 4,
+    "early": 4,
+    "ring_rows": 4,
+}
+"""``ForwardParams`` of ``cuda/instances.hpp``, in order, without gaps."""
+POINTERS = tuple(PARAMETER_SIZES)[:7]
+
+
+def parameters() -> dict[str, Parameter]:
+    """Each parameter by its name."""
+    found = {}
+    offset = 0
+    for name, size in PARAMETER_SIZES.items():
+        found[name] = Parameter(offset, size, name in POINTERS)
+        offset += size
+    return found
+
+
+PARAMETERS = parameters()
+
+REGISTERS_PER_SM = 65536
+THREADS_PER_SM = 2048
+BLOCKS_PER_SM = 32
+SHARED_MEMORY_PER_SM = 233472  # of 9.0, 10.0 and 10.3
+
+
+@dataclass(frozen=True, order=True)
+class Kernel:
+    """A permutation: the kernel's name and its template arguments in the order of its declaration."""
+
+    name: str
+    arguments: tuple[int, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.arguments[0]
+
+    @property
+    def num_sources(self) -> int:
+        """N: bank rows and the prefix."""
+        return self.arguments[1]
+
+    @property
+    def prefixes(self) -> int:
+        """B."""
+        return self.arguments[3] if self.name == "ring" else 1
+
+    @property
+    def has_output_norm(self) -> bool:
+        """Whether the output is normalised."""
+        return bool(self.arguments[-2])
+
+    @property
+    def static_common_path(self) -> bool:
+        """Whether delta, output norm and no write are fixed at compile time."""
+        return bool(self.arguments[-1])
+
+    def __str__(self) -> str:
+        if self.name == "floor":
+            return f"floor N={self.num_sources}"
+        kind = "static" if self.static_common_path else "norm" if self.has_output_norm else "no norm"
+        shape = (
+            f"NC={self.arguments[2]} B={self.arguments[3]}"
+            if self.name == "ring"
+            else f"C={self.arguments[2]}"
+        )
+        return f"{self.name} N={self.num_sources} {shape} {kind}"
+
+
+def identify(symbol: str) -> Kernel | None:
+    """The permutation that a mangled name stands for; None for any other function."""
+    match = re.search(r"(?:forward_(ring|cluster)|(floor))_kernelI((?:L[ib]\d+E)+)E", symbol)
+    if match is None:
+        return None
+    arguments = tuple(int(value) for value in re.findall(r"L[ib](\d+)E", match[3]))
+    return Kernel(match[1] or match[2], arguments)
+
+
+@dataclass
+class Audit:
+    """What one kernel is for one target, and what is wrong with it."""
+
+    kernel: Kernel
+    target: str
+    block_size: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    spills: int
+    """Loads and stores of local memory."""
+    resident_blocks: int
+    """Thread blocks per SM that registers, threads and fixed shared memory allow."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of instructions in the code, by what they do."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Instructions that a warp issues for one bank entry, by phase."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """The same for all consumer phases, by what the instructions do."""
+    warp_instructions_per_token: float = 0.0
+    """Issued by all warps of a block (ring) or of a cluster, per token."""
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "kernel": self.kernel.name, "arguments": list(self.kernel.arguments)}
+
+
+def count_instructions(function: Function) -> dict[str, int]:
+    """How often what matters occurs in the code."""
+    counts: Counter[str] = Counter(
+        dict.fromkeys(
+            ("bulk copies", "mbarrier inits", "mbarrier arrivals", "mbarrier waits", "grid waits",
+             "grid triggers", "block barriers", "remote stores", "packed FMAs", "scalar FMAs"), 0
+        )
+    )  # fmt: skip
+    for instruction in function.instructions:
+        opcode, modifiers = instruction.opcode, instruction.modifiers
+        if opcode == "SYNCS":
+            kind = {"EXCH": "inits", "ARRIVE": "arrivals", "PHASECHK": "waits", "CCTL": "inits"}
+            counts[f"mbarrier {kind.get(modifiers[0], 'others')}"] += 1
+        elif opcode in ("LDG", "STG"):
+            counts[f"global {'loads' if opcode == 'LDG' else 'stores'} of {instruction.bits // 8} B"] += 1
+        elif opcode in NAMES:
+            counts[NAMES[opcode]] += 1
+    return dict(sorted(counts.items()))
+
+
+NAMES = {
+    "UBLKCP": "bulk copies",
+    "ACQBULK": "grid waits",
+    "PREEXIT": "grid triggers",
+    "BAR": "block barriers",
+    "STAS": "remote stores",
+    "FFMA2": "packed FMAs",
+    "FMUL2": "packed FMAs",
+    "FFMA": "scalar FMAs",
+    "FMUL": "scalar FMAs",
+}
+
+
+def resident_blocks(usage: sass.Usage, block_size: int) -> int:
+    """Thread blocks that an SM can hold, dynamic shared memory left out."""
+    warps = (block_size + 31) // 32
+    per_warp = (usage.registers * 32 + 255) // 256 * 256
+    return min(
+        REGISTERS_PER_SM // (warps * per_warp),
+        THREADS_PER_SM // block_size,
+        BLOCKS_PER_SM,
+        SHARED_MEMORY_PER_SM // max(usage.shared, 1),
+    )
+
+
+# --- issued instructions -----------------------------------------------------------------------------
+
+
+def path_costs(function: Function) -> list[tuple[int, ...]]:
+    """Costs by which the usual way through a kernel is the cheapest.
+
+    Every row is stored; then no exchange is made that can be left out, which only a cancelling output norm
+    needs; then what lanes publish for others is published; then as few instructions as possible, which leaves
+    out the retries of waits and the rescaling of the softmax.
+    """
+    costs: list[tuple[int, ...]] = []
+    for block in function.blocks:
+        stores = sum(instruction.opcode in ("STG", "UBLKCP") for instruction in block)
+        waits = sum(instruction.is_wait for instruction in block)
+        published = sum(
+            instruction.opcode in ("STS", "STAS")
+            or (instruction.opcode == "SYNCS" and "ARRIVE" in instruction.modifiers)
+            for instruction in block
+        )
+        costs.append((-stores, waits, -published, len(block)))
+    return costs
+
+
+CLASSES = {
+    "arithmetic": "FFMA FFMA2 FMUL FMUL2 FADD FADD2 HADD2 HFMA2 MUFU FMNX FMNMX FMNMX3 FSETP FSEL",
+    "conversion": "PRMT F2FP F2F",
+    "shared memory": "LDS STS STAS",
+    "global memory": "LDG STG UBLKCP",
+    "exchange": "SHFL SYNCS BAR WARPSYNC UCGABAR_ARV UCGABAR_WAIT MEMBAR FENCE VOTE VOTEU ELECT",
+}
+CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}
+
+
+def class_of(instruction: Instruction) -> str:
+    """What an instruction is for."""
+    if instruction.unpacks:
+        return "conversion"
+    return CLASS_OF.get(instruction.opcode, "addresses and control")
+
+
+def entry_loop(function: Function) -> Loop | None:
+    """The loop over bank entries of the threads that compute and store."""
+    loops = [
+        loop
+        for loop in function.loops
+        if function.contains(loop, lambda instruction: instruction.opcode == "STG")
+    ]
+    return max(loops, key=lambda loop: len(loop.blocks), default=None)
+
+
+def copies(instruction: Instruction) -> bool:
+    """Whether it starts a bulk copy."""
+    return instruction.opcode == "UBLKCP"
+
+
+def producer_loop(function: Function) -> Loop | None:
+    """The loop over bank entries of the thread that starts the bulk copies."""
+    loops = [loop for loop in function.loops if function.contains(loop, copies)]
+    return max(loops, key=lambda loop: len(loop.blocks), default=None)
+
+
+def around(function: Function, loop: Loop, edges: set[Edge]) -> list[int]:
+    """Blocks of one round of a loop."""
+    return function.path(
+        loop.header,
+        lambda block, successor: successor == loop.header,
+        {edge for edge in edges if edge[0] in loop.blocks and edge[1] in loop.blocks},
+        path_costs(function),
+    )
+
+
+def producer_instructions(function: Function, kernel: Kernel, flow: Flow) -> int:
+    """What the producer issues for one entry, with its loops over rows gone round as often as they run."""
+    loop = producer_loop(function)
+    if loop is None:
+        return 0
+    total = sum(len(function.blocks[block]) for block in around(function, loop, flow.edges))
+    for inner in function.inner_loops(loop):
+        if not function.contains(inner, copies) or not function.contains(inner, lambda i: i.is_wait):
+            continue  # a retry, or the lanes of one copy
+        sources = [
+            flow.loads.get(instruction.address, frozenset())
+            for block in inner.blocks
+            for instruction in function.blocks[block]
+            if copies(instruction)
+        ]
+        bank = any("blocks" in source for source in sources)
+        rounds = kernel.num_sources - 1 if bank else kernel.prefixes
+        copies_a_round = len(sources) if bank else 1
+        once = sum(len(function.blocks[block]) for block in around(function, inner, flow.edges))
+        total += once * (rounds // max(copies_a_round, 1) - 1)
+    return total
+
+
+def split_at_waits(path: Iterable[Instruction], splits: Callable[[Instruction], bool]) -> list[int]:
+    """Numbers of instructions between exchanges; the one that waits belongs to what is before it."""
+    parts = [0]
+    for instruction in path:
+        parts[-1] += 1
+        if splits(instruction):
+            parts.append(0)
+    return parts
+
+
+def count_issued(function: Function, audit: Audit, flow: Flow) -> None:
+    """Fill in phases, classes and the instructions per token."""
+    kernel = audit.kernel
+    costs = path_costs(function)
+    warps = audit.block_size // 32
+    if kernel.name == "ring":
+        loop = entry_loop(function)
+        if loop is None:
+            audit.problems.append("no loop over bank entries was found")
+            return
+        start = function.path(0, lambda block, way: way == loop.header, flow.edges, costs)
+        path = [
+            instruction
+            for block in around(function, loop, flow.edges)
+            for instruction in function.blocks[block]
+        ]
+        parts = split_at_waits(path, lambda instruction: instruction.opcode == "BAR")
+        audit.phases["prologue"] = sum(len(function.blocks[block]) for block in start)
+        audit.phases["producer"] = producer_instructions(function, kernel, flow)
+        names = [f"exchange {index + 1}" for index in range(len(parts) - 1)]
+        audit.phases |= dict(zip([*names, "after the last"], parts, strict=True))
+        # One warp is the producer's, the others all do the same.
+        issued = len(path) * (warps - 1) + audit.phases["producer"]
+    else:
+        blocks = function.path(
+            0, lambda block, way: way is None or not function.successors[block], flow.edges, costs
+        )
+        path = [instruction for block in blocks for instruction in function.blocks[block]]
+        parts = split_at_waits(
+            path, lambda instruction: instruction.opcode == "SYNCS" and instruction.is_wait
+        )
+        names = ["loads and bank sums", "mixing and prefix sums", "output"]
+        audit.phases |= dict(zip(names[-len(parts) :], parts, strict=False))
+        cluster = kernel.arguments[2] if kernel.name == "cluster" else 1
+        issued = len(path) * warps * cluster
+    audit.classes = dict(sorted(Counter(class_of(instruction) for instruction in path).items()))
+    audit.warp_instructions_per_token = issued / kernel.prefixes
+
+
+# --- rules -------------------------------------------------------------------------------------------
+
+
+def local_memory(function: Function, audit: Audit) -> Iterable[str]:
+    """No kernel has a stack frame, spills or local arrays."""
+    if audit.stack or audit.local or audit.spills:
+        yield f"local memory: stack {audit.stack} B, local {audit.local} B, {audit.spills} accesses"
+
+
+def wide_accesses(function: Function, audit: Audit) -> Iterable[str]:
+    """Every access to global memory moves 16 bytes."""
+    for instruction in function.of("LDG", "STG", "LD", "ST", "ATOMG", "RED", "REDG", "ATOM"):
+        if instruction.opcode not in ("LDG", "STG") or instruction.bits != 128:
+            mnemonic = ".".join((instruction.opcode, *instruction.modifiers))
+            yield f"global access that is not of 16 bytes: {mnemonic} at {instruction.address:#x}"
+
+
+def order(flows: Sequence[Flow]) -> Iterable[str]:
+    """Waits come before dependent loads, and dependents are released after the last of them."""
+    for flow in flows:
+        for text, address in flow.problems.items():
+            yield f"{text}, at {address:#x}"
+    if not any(flow.waits for flow in flows):
+        yield "there is no griddepcontrol.wait"
+    if not flows[0].triggers:
+        yield "dependents are never released before the end"
+
+
+def output_norm(function: Function, audit: Audit) -> Iterable[str]:
+    """Without an output norm nothing reads its weight or epsilon."""
+    if audit.kernel.has_output_norm:
+        return
+    for name in ("output_norm_weight", "output_norm_eps"):
+        if reads(function, name):
+            yield f"{name} is read without HAS_OUTPUT_NORM"
+
+
+def common_path(function: Function, audit: Audit, flows: Sequence[Flow]) -> Iterable[str]:
+    """The static common path decides nothing on delta or write index."""
+    if not audit.kernel.static_common_path:
+        return
+    if reads(function, "block_write_idx"):
+        yield "the static common path reads block_write_idx"
+    if any("delta" in flow.compared for flow in flows):
+        yield "the static common path tests delta"
+
+
+def reads(function: Function, name: str) -> bool:
+    """Whether any instruction reads a parameter from the constant bank."""
+    first = function.parameter_base + PARAMETERS[name].offset
+    last = first + PARAMETERS[name].size
+    for instruction in function.instructions:
+        width = instruction.bits // 8 if instruction.opcode in ("LDC", "LDCU", "ULDC") else 4
+        for operand in instruction.operands:
+            match = re.search(r"c\[0x0\]\[(0x[0-9a-f]+)\]", operand) if "c[" in operand else None
+            if match and int(match[1], 16) < last and int(match[1], 16) + width > first:
+                return True
+    return False
+
+
+def unrolled(function: Function, audit: Audit) -> Iterable[str]:
+    """Rows are unrolled: within an entry nothing that computes is a loop."""
+    loops = [loop for loop in function.loops if function.does_math(loop)]
+    if audit.kernel.name == "cluster":
+        if loops:
+            yield "the cluster kernel computes in a loop"
+        return
+    if len(loops) > 1:
+        yield f"{len(loops)} loops compute, expected the one over bank entries"
+    for loop in loops:
+        if any(function.does_math(inner) for inner in function.inner_loops(loop)):
+            yield "the loop over chunks is not unrolled"
+
+
+def pairs_a_thread(audit: Audit) -> int:
+    """Pairs of elements of a row that a thread computes on."""
+    kernel = audit.kernel
+    threads = audit.block_size - 32 if kernel.name == "ring" else audit.block_size * kernel.arguments[2]
+    return kernel.hidden_size // threads // 2
+
+
+def needed_packed(audit: Audit) -> int:
+    """Operations on pairs per entry: three for an element of a bank row, and what the prefix takes."""
+    kernel = audit.kernel
+    bank_rows = kernel.num_sources - 1
+    if bank_rows == 0 and not kernel.has_output_norm:
+        return 0
+    prefix = 3 if not bank_rows else 5  # p.p, p.q; p.mixed; two of the output
+    if not bank_rows and not kernel.has_output_norm:
+        prefix = 0
+    pairs = 3 * bank_rows + prefix * kernel.prefixes - (not bank_rows)
+    return pairs_a_thread(audit) * pairs
+
+
+def packed(function: Function, audit: Audit) -> Iterable[str]:
+    """On 10.0 and later what is done to elements is done to pairs of them."""
+    if audit.target == "90a":
+        return
+    found, needed = audit.counts["packed FMAs"], needed_packed(audit)
+    if found < needed:
+        yield f"{found} packed multiplications or FMAs, expected at least {needed}"
+    # Scores, softmax and output norm are scalar: a few dozen each row, whatever the row's length.
+    kernel = audit.kernel
+    bound = 40 + 6 * kernel.num_sources + 60 * kernel.prefixes
+    if audit.counts["scalar FMAs"] > bound:
+        yield f"{audit.counts['scalar FMAs']} scalar multiplications or FMAs, expected at most {bound}"
+
+
+def audit_function(function: Function, kernel: Kernel, target: str, usage: sass.Usage) -> Audit:
+    """Judge one kernel."""
+    audit = Audit(
+        kernel,
+        target,
+        function.block_size,
+        usage.registers,
+        usage.stack,
+        usage.local,
+        usage.shared,
+        function.count("LDL", "STL"),
+        resident_blocks(usage, function.block_size),
+        count_instructions(function),
+    )
+    audit.problems += local_memory(function, audit)
+    audit.problems += wide_accesses(function, audit)
+    if kernel.name == "floor":
+        return audit
+    scenarios = [Scenario({"early": 0, "block_write_idx": -1})]
+    scenarios.append(Scenario({"early": 1, "block_write_idx": -1 if kernel.static_common_path else 0}))
+    flows = follow(function, PARAMETERS, function.parameter_base, scenarios)
+    audit.problems += order(flows)
+    audit.problems += output_norm(function, audit)
+    audit.problems += common_path(function, audit, flows)
+    audit.problems += unrolled(function, audit)
+    audit.problems += packed(function, audit)
+    count_issued(function, audit, flows[0])
+    return audit
+
+
+def audit_cubin(cubin: Path) -> list[Audit]:
+    """Judge every kernel of one image."""
+    usages = sass.resource_usage(cubin)
+    audits = []
+    for symbol, function in sass.disassemble(cubin).items():
+        kernel = identify(symbol)
+        if kernel is not None:
+            audits.append(audit_function(function, kernel, sass.target_of(cubin), usages[symbol]))
+    return audits
+
+
+def audit_binary(
+    binary: Path, progress: Callable[[Iterable[list[Audit]], int, str], Iterable[list[Audit]]] | None = None
+) -> list[Audit]:
+    """Judge every kernel within a library or object file, on all processors."""
+    audits = []
+    with tempfile.TemporaryDirectory() as folder:
+        cubins = sass.extract_cubins(binary, Path(folder))
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            results: Iterable[list[Audit]] = pool.map(audit_cubin, cubins)
+            if progress is not None:
+                results = progress(results, len(cubins), "images audited")
+            for image in results:
+                audits += image
+    compare_targets(audits)
+    return sorted(audits, key=lambda audit: (audit.kernel, audit.target))
+
+
+def compare_targets(audits: Sequence[Audit], base: str = "90a") -> None:
+    """No target may issue more instructions per token than Hopper's code does."""
+    issued: Mapping[Kernel, float] = {
+        audit.kernel: audit.warp_instructions_per_token for audit in audits if audit.target == base
+    }
+    for audit in audits:
+        allowed = issued.get(audit.kernel)
+        if allowed is not None and audit.warp_instructions_per_token > allowed:
+            audit.problems.append(
+                f"{audit.warp_instructions_per_token:g} instructions per token, "
+                f"expected at most the {allowed:g} of {base}"
+            )
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+
+def extent(values: Iterable[float]) -> str:
+    """``"96-128"``, or one number."""
+    ordered = sorted(values)
+    if not ordered:
+        return ""
+    first, last = f"{ordered[0]:.0f}", f"{ordered[-1]:.0f}"
+    return first if first == last else f"{first}-{last}"
+
+
+SUMMARY_COLUMNS = (
+    "kernel", "target", "kernels", "registers", "resident blocks", "local memory", "packed FMAs",
+    "scalar FMAs", "issued per token", "vs 90a", "broken rules",
+)  # fmt: skip
+
+
+def summary(audits: Sequence[Audit]) -> list[tuple[object, ...]]:
+    """One row per kernel and target, with the range over its permutations."""
+    base = {audit.kernel: audit.warp_instructions_per_token for audit in audits if audit.target == "90a"}
+    rows: list[tuple[object, ...]] = []
+    for name in dict.fromkeys(audit.kernel.name for audit in audits):
+        for target in dict.fromkeys(audit.target for audit in audits):
+            mine = [audit for audit in audits if (audit.kernel.name, audit.target) == (name, target)]
+            ratios = [
+                100 * audit.warp_instructions_per_token / base[audit.kernel]
+                for audit in mine
+                if base.get(audit.kernel)
+            ]
+            rows.append(
+                (
+                    name,
+                    target,
+                    len(mine),
+                    extent(audit.registers for audit in mine),
+                    extent(audit.resident_blocks for audit in mine),
+                    extent(audit.stack + audit.local + audit.spills for audit in mine),
+                    extent(audit.counts["packed FMAs"] for audit in mine),
+                    extent(audit.counts["scalar FMAs"] for audit in mine),
+                    extent(audit.warp_instructions_per_token for audit in mine),
+                    f"{extent(ratios)} %" if ratios and name != "floor" else "",
+                    sum(len(audit.problems) for audit in mine),
+                )
+            )
+    return rows
+
+
+DETAIL_COLUMNS = (
+    "kernel", "target", "registers", "resident", "shared", "bulk copies", "mbarrier init/arrive/wait",
+    "grid wait/trigger", "loads x 16 B", "stores x 16 B", "packed", "scalar", "issued by phase", "per token",
+)  # fmt: skip
+
+
+def details(audits: Sequence[Audit]) -> list[tuple[object, ...]]:
+    """One row per kernel and target."""
+    rows: list[tuple[object, ...]] = []
+    for audit in audits:
+        counts = Counter(audit.counts)
+        rows.append(
+            (
+                str(audit.kernel),
+                audit.target,
+                audit.registers,
+                audit.resident_blocks,
+                audit.shared,
+                counts["bulk copies"],
+                "/".join(str(counts[f"mbarrier {kind}"]) for kind in ("inits", "arrivals", "waits")),
+                f"{counts['grid waits']}/{counts['grid triggers']}",
+                counts["global loads of 16 B"],
+                counts["global stores of 16 B"],
+                counts["packed FMAs"],
+                counts["scalar FMAs"],
+                ", ".join(f"{phase} {count}" for phase, count in audit.phases.items()),
+                f"{audit.warp_instructions_per_token:.0f}",
+            )
+        )
+    return rows

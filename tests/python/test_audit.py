@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of the machine code: every compiled kernel passes it, and code that breaks a rule does not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import libattnres
+import pytest
+from libattnres import cli
+from libattnres.cli import audit, sass
+from libattnres.cli.kernel_flow import Scenario, follow
+from permutation_table import ROOT, floors, instances
+
+LIBRARY = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"
+BUILT_TARGETS = libattnres.probe().built_targets
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILT_TARGETS, reason="the library was built without kernels")
+def test_every_permutation_keeps_what_it_promises_on_every_target() -> None:
+    audits = audit.audit_binary(LIBRARY)
+    found = {(one.kernel.name, one.kernel.arguments, one.target) for one in audits}
+    wanted = {
+        (instance.kernel, instance.arguments, target)
+        for instance in instances() | floors()
+        for target in BUILT_TARGETS
+    }
+    assert found == wanted
+    assert [f"{one.kernel} {one.target}: {problem}" for one in audits for problem in one.problems] == []
+    for one in audits:
+        if one.kernel.name != "floor":
+            assert one.warp_instructions_per_token > 0
+            assert min(one.phases.values()) > 0
+
+
+def test_parameters_are_those_of_the_kernels() -> None:
+    header = (ROOT / "cuda" / "instances.hpp").read_text()
+    body = re.search(r"struct ForwardParams \{(.*?)\};", header, re.DOTALL)
+    assert body is not None
+    declared = re.findall(r"^\s*(.+?)\s(\w+);", body[1], re.MULTILINE)
+    sizes = {"float": 4, "int32_t": 4, "int64_t": 8}
+    assert list(audit.PARAMETERS) == [name for _, name in declared]
+    for kind, name in declared:
+        parameter = audit.PARAMETERS[name]
+        assert parameter.size == sizes.get(kind, 8), name
+        assert parameter.is_pointer == kind.endswith("*"), name
+        assert parameter.offset % parameter.size == 0, name
+
+
+# --- machine code that breaks a rule -------------------------------------------------------------------
+
+RING = "template struct attnres::RingInstance<7168, 3, 1, 1, {}>;"
+CLUSTER = "template struct attnres::ClusterInstance<7168, 3, 4, {}>;"
+
+
+@dataclass(frozen=True)
+class Break:
+    """A change of the kernels' source, and what the audit must say of it."""
+
+    name: str
+    instance: str
+    flags: str
+    """HAS_OUTPUT_NORM, STATIC_COMMON_PATH."""
+    file: str
+    pattern: str
+    replacement: str
+    says: str
+    target: str = "90a"
+
+
+BREAKS = [
+    Break(
+        "no wait at all", RING, "true, false", "device/ptx.cuh",
+        r'asm volatile\("griddepcontrol\.wait;" ::: "memory"\);', "",
+        "there is no griddepcontrol.wait",
+    ),
+    Break(
+        "bank rows before the wait in wait mode", RING, "true, true", "forward_ring.cuh",
+        r"\|\| !params\.early\b", "",
+        "blocks is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "prefix before the wait", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"(if \(early\) ptx::griddepcontrol_wait\(\);)\s*(thread\.load_prefix\(\);)", r"\2 \1",
+        "prefix is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "trigger before the bank row is stored", RING, "true, false", "forward_ring.cuh",
+        r"if \([^\n]*block_write_idx < 0\)(?=\s*\{?\s*ptx::griddepcontrol_launch)", "",
+        "dependents are released before the bank row is stored",
+    ),
+    Break(
+        "trigger before the last load", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"(thread\.load_prefix\(\);)\s*(thread\.release_dependents\(\);)", r"\2 \1",
+        "an activation is loaded after dependents are released",
+    ),
+    Break(
+        "trigger before the other threads have loaded", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"__syncthreads\(\);(?=\s*if \(threadIdx\.x == 0\) ptx::griddepcontrol_launch)", "",
+        "dependents are released before other threads have loaded",
+    ),
+    Break(
+        "no trigger", RING, "true, true", "device/ptx.cuh",
+        r'asm volatile\("griddepcontrol\.launch_dependents;" ::: "memory"\);', "",
+        "dependents are never released",
+    ),
+    Break(
+        "loads of 4 bytes", CLUSTER, "true, true", "device/ptx.cuh",
+        r'asm volatile\("ld\.global\.v4\.u32 \{%0, %1, %2, %3\}, \[%4\];"',
+        'asm volatile("ld.global.u32 %0, [%4]; ld.global.u32 %1, [%4+4];'
+        ' ld.global.u32 %2, [%4+8]; ld.global.u32 %3, [%4+12];"',
+        "global access that is not of 16 bytes: LDG",
+    ),
+    Break(
+        "output norm where there is none", CLUSTER, "false, false", "forward_cluster.cuh",
+        r"if constexpr \(T::kHasOutputNorm\)(?=\s*\{\s*float square)",
+        "if (params_.output_norm_weight != nullptr)",
+        "output_norm_weight is read without HAS_OUTPUT_NORM",
+    ),
+    Break(
+        "common path that tests delta", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"return T::kStaticCommonPath \|\| params_\.delta != nullptr;", "return params_.delta != nullptr;",
+        "the static common path tests delta",
+    ),
+    Break(
+        "common path that may write the bank", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"return !T::kStaticCommonPath && params_\.block_write_idx >= 0;",
+        "return params_.block_write_idx >= 0;",
+        "the static common path reads block_write_idx",
+    ),
+    Break(
+        "too few registers", RING, "true, true", "ring_policy.cuh",
+        r"kMaxCtasPerSm = [^;]+;", "kMaxCtasPerSm = 4;",
+        "local memory: ",
+    ),
+    Break(
+        "a loop that computes within the loop over entries", RING, "true, true", "forward_ring.cuh",
+        r"#pragma unroll\n(?=\s*for \(int i = 0; i < T::kPairs; \+\+i\) squares = fma2)",
+        "#pragma unroll 1\n",
+        "the loop over chunks is not unrolled",
+    ),
+    Break(
+        "a cluster kernel with a loop", CLUSTER, "true, true", "forward_cluster.cuh",
+        r"#pragma unroll\n(?=\s*for \(int i = 0; i < 4; \+\+i\) \{\s*float2 value = mul2)",
+        "#pragma unroll 1\n",
+        "the cluster kernel computes in a loop",
+    ),
+    Break(
+        "scalar arithmetic on Blackwell", CLUSTER, "true, true", "device/bf16.cuh",
+        r"__CUDA_ARCH__ >= 1000", "__CUDA_ARCH__ >= 9999",
+        "packed multiplications or FMAs, expected at least",
+        "100a",
+    ),
+]  # fmt: skip
+
+
+def compile_instance(folder: Path, source: str, target: str) -> Path:
+    """One permutation, compiled from the kernels in a folder."""
+    unit = folder / "instance.cu"
+    unit.write_text(f'#include "forward_ring.cuh"\n#include "forward_cluster.cuh"\n{source}\n')
+    cubin = folder / f"instance.sm_{target}.cubin"
+    subprocess.run(
+        ["nvcc", "-std=c++20", f"-I{folder}", f"-gencode=arch=compute_{target},code=sm_{target}",
+         "-cubin", "-o", str(cubin), str(unit)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return cubin
+
+
+def copy_kernels(folder: Path) -> Path:
+    """A copy of the kernels' source that may be broken."""
+    copy = folder / "cuda"
+    shutil.copytree(ROOT / "cuda", copy)
+    return copy
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.name)
+def test_audit_notices_source_that_breaks_a_rule(broken: Break, tmp_path: Path) -> None:
+    kernels = copy_kernels(tmp_path)
+    file = kernels / broken.file
+    changed, places = re.subn(broken.pattern, broken.replacement, file.read_text())
+    assert places, f"{broken.file} no longer has what this test would break: {broken.pattern}"
+    file.write_text(changed)
+    cubin = compile_instance(kernels, broken.instance.format(broken.flags), broken.target)
+    (found,) = audit.audit_cubin(cubin)
+    assert any(broken.says in problem for problem in found.problems), found.problems
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("target", ["90a", "100a"])
+def test_audit_passes_the_source_as_it_is(target: str, tmp_path: Path) -> None:
+    source = RING.format("true, true") + CLUSTER.format("false, false")
+    audits = audit.audit_cubin(compile_instance(copy_kernels(tmp_path), source, target))
+    assert [one.problems for one in audits] == [[], []]
+
+
+def test_more_instructions_than_on_hopper_are_a_broken_rule() -> None:
+    kernel = audit.Kernel("ring", (7168, 3, 1, 1, 1, 1))
+
+    def issued(target: str, instructions: float) -> audit.Audit:
+        one = audit.Audit(kernel, target, 256, 128, 0, 0, 0, 0, 2)
+        one.warp_instructions_per_token = instructions
+        return one
+
+    audits = [issued("90a", 1000), issued("100a", 1001), issued("103a", 1000)]
+    audit.compare_targets(audits)
+    assert [len(one.problems) for one in audits] == [0, 1, 0]
+    assert "1001 instructions per token" in audits[1].problems[0]
+
+
+# --- the reader ------------------------------------------------------------------------------------------
+
+LISTING = """
+\t.section\t.nv.info.kernel,"",@"SHT_CUDA_INFO"
+\t.sectionflags\t@""
+\t//----- nvinfo : EIATTR_MAX_THREADS
+        /*0048*/ \t.word\t0x00000100
+        /*004c*/ \t.word\t0x00000001
+\t//----- nvinfo : EIATTR_PARAM_CBANK
+        /*005c*/ \t.word\tindex@(.nv.constant0.kernel)
+        /*0060*/ \t.short\t0x0380
+        /*0062*/ \t.short\t0x0080
+\t.section\t.text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   LDCU.64 UR4, c[0x0][0x390] ;
+        /*0010*/                   ISETP.NE.AND P0, PT, RZ, RZ, PT ;
+.L_x_0:
+        /*0020*/                   LDG.E.128 R4, desc[UR8][UR4.64] ;
+        /*0030*/                   FADD R4, R4, R5 ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   ACQBULK ;
+        /*0060*/               @P0 EXIT ;
+        /*0070*/                   PREEXIT ;
+        /*0080*/                   EXIT ;
+\t.section\t.nv.constant0.kernel,"a",@progbits
+"""
+
+
+@pytest.fixture
+def function() -> sass.Function:
+    (parsed,) = sass.parse(LISTING).values()
+    return parsed
+
+
+def test_reader_finds_blocks_loops_and_notes(function: sass.Function) -> None:
+    assert function.block_size == 256
+    assert function.parameter_base == 0x380
+    assert [len(block) for block in function.blocks] == [2, 3, 2, 2]
+    assert function.successors == [(1,), (2, 1), (3,), ()]
+    (loop,) = function.loops
+    assert (loop.header, set(loop.blocks)) == (1, {1})
+    assert function.does_math(loop)
+    assert [instruction.bits for instruction in function.of("LDG", "LDCU")] == [64, 128]
+
+
+def test_flow_knows_what_a_load_is_from_and_which_ways_can_be_gone(function: sass.Function) -> None:
+    scenario = Scenario({"early": 0, "block_write_idx": -1})
+    (flow,) = follow(function, audit.PARAMETERS, function.parameter_base, [scenario])
+    assert flow.loads == {0x20: frozenset({"blocks"})}
+    assert flow.problems == {
+        "blocks is loaded before griddepcontrol.wait": 0x20,
+        "dependents are released before other threads have loaded": 0x70,
+    }
+    # P0 is false, so the loop is left and the first exit passed.
+    assert flow.edges == {(0, 1), (1, 2), (2, 3)}
+
+
+def test_flow_allows_bank_rows_before_the_wait_in_early_mode(function: sass.Function) -> None:
+    scenario = Scenario({"early": 1, "block_write_idx": -1})
+    (flow,) = follow(function, audit.PARAMETERS, function.parameter_base, [scenario])
+    assert list(flow.problems) == ["dependents are released before other threads have loaded"]
+
+
+def test_kernels_are_told_apart_by_their_symbols() -> None:
+    ring = audit.identify(
+        "_ZN7attnres19forward_ring_kernelILi7168ELi9ELi3ELi2ELb1ELb0EEEvNS_13ForwardParamsE"
+    )
+    assert ring == audit.Kernel("ring", (7168, 9, 3, 2, 1, 0))
+    assert (ring.num_sources, ring.prefixes, ring.has_output_norm, ring.static_common_path) == (
+        9,
+        2,
+        True,
+        False,
+    )
+    assert audit.identify("_ZN7attnres5otherEv") is None
+
+
+def test_library_without_kernels_is_said_to_have_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_kernels(binary: Path, progress: Callable[..., object]) -> list[audit.Audit]:
+        return []
+
+    monkeypatch.setattr(audit, "audit_binary", no_kernels)
+    assert cli.main(["permutations", "--audit"]) == 2
+    assert "built without kernels" in capsys.readouterr().err
