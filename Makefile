@@ -34,7 +34,7 @@ CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -n
 TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
 CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
-.PHONY: all install demo test lint tidy format check-cpp check-python wheel clean
+.PHONY: all install demo test lint tidy format check-cpp check-python sanitize wheel clean
 .DELETE_ON_ERROR:
 # The compilers are parallel by themselves, and the summary of pytest comes last.
 .NOTPARALLEL:
@@ -91,6 +91,10 @@ check-cpp: $(INSTALLED)
 
 check-python: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit.
+sanitize: $(INSTALLED)
+	$(BIN)/python tests/sanitize.py
 
 # A wheel for $(PYTHON) as a user's pip builds it, in an isolated environment.
 wheel:

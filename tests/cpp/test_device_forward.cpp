@@ -26,13 +26,17 @@ void require_native() {
 // The buffers of a case in device memory.
 class DeviceCase {
  public:
-  explicit DeviceCase(const ForwardCase& host) {
+  explicit DeviceCase(const ForwardCase& host, bool only_required = false) {
     for (int i = 0; i < kCount; ++i) {
       const std::vector<unsigned char>& bytes = host.buffers[i].bytes;
       if (bytes.empty()) continue;
       require_cuda(cudaMalloc(&pointers_[i], bytes.size()), "cudaMalloc");
     }
-    upload(host);
+    if (only_required) {
+      upload_required(host);
+    } else {
+      upload(host);
+    }
   }
   ~DeviceCase() {
     for (void* pointer : pointers_) cudaFree(pointer);
@@ -50,6 +54,14 @@ class DeviceCase {
                    "cudaMemcpy");
     }
   }
+  // The output alone.
+  std::vector<unsigned char> download_output(const ForwardCase& host) const {
+    require_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    std::vector<unsigned char> bytes(host.buffers[kOutput].bytes.size());
+    require_cuda(cudaMemcpy(bytes.data(), pointers_[kOutput], bytes.size(), cudaMemcpyDeviceToHost),
+                 "cudaMemcpy");
+    return bytes;
+  }
   void download(ForwardCase& host) const {
     require_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     for (int i = 0; i < kCount; ++i) {
@@ -61,6 +73,25 @@ class DeviceCase {
   }
 
  private:
+  // Only what the call may read; the rest stays as cudaMalloc left it.
+  void upload_required(const ForwardCase& host) {
+    const auto upload_range = [&](int index, size_t begin, size_t size) {
+      if (size == 0) return;
+      require_cuda(
+          cudaMemcpy(static_cast<unsigned char*>(pointers_[index]) + begin,
+                     host.buffers[index].bytes.data() + begin, size, cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+    };
+    for (const int index : {kPrefix, kDelta, kNormWeight, kQkWeight, kOutputNormWeight}) {
+      upload_range(index, 0, host.buffers[index].bytes.size());
+    }
+    const size_t row_size = host.row_stride() * format_of(host.shape.dtype).size;
+    for (int64_t entry = 0; entry < host.num_entries(); ++entry) {
+      upload_range(kBlocks, entry * host.shape.num_bank_rows * row_size,
+                   host.shape.num_blocks * row_size);
+    }
+  }
+
   void* pointers_[kCount] = {};
 };
 
@@ -157,18 +188,63 @@ void expect_permutation_is_right(const attnres_permutation& permutation) {
   }
 }
 
-void expect_family_is_right(int32_t kernel) {
+// Calls `body` for the permutations that `wanted` accepts, and expects some.
+template <typename Wanted, typename Body>
+void for_each_permutation(const Wanted& wanted, const Body& body) {
   require_native();
   int judged = 0;
   for (int32_t index = 0; index < attnres_num_permutations(); ++index) {
     attnres_permutation permutation{};
     permutation.struct_size = sizeof(permutation);
     EXPECT_EQ(attnres_get_permutation(index, &permutation), ATTNRES_OK);
-    if (permutation.kernel != kernel) continue;
-    expect_permutation_is_right(permutation);
+    if (!wanted(permutation)) continue;
+    body(permutation);
     ++judged;
   }
   EXPECT(judged > 0);
+}
+
+void expect_family_is_right(int32_t kernel) {
+  for_each_permutation([&](const attnres_permutation& p) { return p.kernel == kernel; },
+                       expect_permutation_is_right);
+}
+
+// Of the three kernels that differ in output norm and common path alone, one: every N meets every NC, B and
+// cluster size, and all three forms meet each of these.
+bool is_sampled(const attnres_permutation& p) {
+  const int form = p.has_output_norm + p.static_common_path;
+  return form == (p.num_sources + p.rows_per_stage + p.prefixes_per_row + p.cluster_size) % 3;
+}
+
+// A call whose unread memory was never written gives the bits of one where it was.
+void expect_reads_only_required(const attnres_permutation& permutation) {
+  Shape shape{.num_tokens = 2 * permutation.prefixes_per_row,
+              .prefixes_per_entry = permutation.prefixes_per_row,
+              .num_bank_rows = 9,
+              .hidden_size = permutation.hidden_size,
+              .num_blocks = permutation.num_sources - 1};
+  shape.has_output_norm = permutation.has_output_norm != 0;
+  shape.has_delta = permutation.static_common_path != 0 || permutation.num_sources % 2 == 0;
+  if (permutation.static_common_path == 0 && permutation.prefixes_per_row == 1) {
+    shape.block_write_idx = 8;
+  } else if (permutation.static_common_path == 0) {
+    shape.has_delta = permutation.has_output_norm == 0;
+  }
+  Forced forced{.kernel = permutation.kernel,
+                .rows_per_stage = permutation.rows_per_stage,
+                .cluster_size = permutation.cluster_size};
+  forced.pdl = permutation.num_sources % 3;
+  const ForwardCase call(shape);
+  const DeviceCase whole(call), required(call, true);
+  for (const DeviceCase* device : {&whole, &required}) {
+    const attnres_forward_args args = forced.apply(call.args(device->pointers()));
+    if (attnres_forward(&args, nullptr) != ATTNRES_OK) {
+      return fail_case(shape, forced, attnres_last_error_message());
+    }
+  }
+  if (whole.download_output(call) != required.download_output(call)) {
+    fail_case(shape, forced, "memory that must not be read changed the output");
+  }
 }
 
 }  // namespace
@@ -177,6 +253,15 @@ TEST_CASE(every_ring_permutation_matches_float64) { expect_family_is_right(ATTNR
 
 TEST_CASE(every_cluster_permutation_matches_float64) {
   expect_family_is_right(ATTNRES_KERNEL_CLUSTER);
+}
+
+// What the sanitizers run, which take too long for every permutation: tests/sanitize.py.
+TEST_CASE(sampled_permutations_match_float64) {
+  for_each_permutation(is_sampled, expect_permutation_is_right);
+}
+
+TEST_CASE(sampled_permutations_read_only_what_they_must) {
+  for_each_permutation(is_sampled, expect_reads_only_required);
 }
 
 TEST_CASE(persistent_blocks_walk_many_tokens) {
