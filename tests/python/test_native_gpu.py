@@ -322,27 +322,6 @@ assert state == 3, f"the driver was initialised: {state}"  # CUDA_ERROR_NOT_INIT
 """)
 
 
-def test_the_device_of_the_tensors_is_used_not_the_current_one(gpu_case: Callable[..., Any]) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    expected = libattnres.attn_res(*gpu_case(device="cuda:0").arguments, backend="native")
-    case = gpu_case(device="cuda:0")
-    other = case.with_(
-        **{
-            name: value.to("cuda:1")
-            for name in case.__dataclass_fields__
-            if isinstance(value := getattr(case, name), torch.Tensor)
-        }
-    )
-    with torch.cuda.device(0):
-        output = libattnres.attn_res(*other.arguments, backend="native")
-        assert torch.cuda.current_device() == 0
-    assert output.device == torch.device("cuda:1")
-    assert reference.same_bits(output.cpu(), expected.cpu())
-    with pytest.raises(ValueError, match=r"^delta: expected device cuda:1 as prefix has, got cuda:0"):
-        libattnres.attn_res(*other.with_(delta=case.delta).arguments)
-
-
 def test_cpu_tensor_among_cuda_tensors_is_refused(gpu_case: Callable[..., Any]) -> None:
     case = gpu_case()
     with pytest.raises(ValueError, match=r"^norm_weight: expected device cuda:0 as prefix has, got cpu"):
