@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which compiled object a GPU gets, and that a permutation is found by exactly its parameters. The registry is
+// compiled in with a table of its own, so neither kernels nor a GPU are needed; built once with every target
+// and once, ATTNRES_TEST_WITHOUT_100A, as a library that lacks one.
+#include <string>
+
+#include "registry.hpp"
+#include "test_runner.hpp"
+
+namespace attnres {
+
+// What the kernels' own object files define.
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+const uint32_t RingInstance<H, N, NC, B, NORM, STATIC>::kBlockSize = 256;
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+const uint32_t RingInstance<H, N, NC, B, NORM, STATIC>::kMaxCtasPerSm = NC;
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+const uint32_t RingInstance<H, N, NC, B, NORM, STATIC>::kMaxRingRows = 8;
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+const uint32_t RingInstance<H, N, NC, B, NORM, STATIC>::kFixedSharedMemory = 1024;
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+cudaError_t RingInstance<H, N, NC, B, NORM, STATIC>::launch(const ForwardParams&,
+                                                            const LaunchShape&, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+template <int H, int N, int NC, int B, bool NORM, bool STATIC>
+const void* RingInstance<H, N, NC, B, NORM, STATIC>::function() {
+  return &kBlockSize;
+}
+template <int H, int N, int CLUSTER, bool NORM, bool STATIC>
+const uint32_t ClusterInstance<H, N, CLUSTER, NORM, STATIC>::kBlockSize = 128;
+template <int H, int N, int CLUSTER, bool NORM, bool STATIC>
+cudaError_t ClusterInstance<H, N, CLUSTER, NORM, STATIC>::launch(const ForwardParams&,
+                                                                 const LaunchShape&, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+template <int H, int N, int CLUSTER, bool NORM, bool STATIC>
+const void* ClusterInstance<H, N, CLUSTER, NORM, STATIC>::function() {
+  return &kBlockSize;
+}
+template <int H, int N>
+cudaError_t FloorInstance<H, N>::launch(const ForwardParams&, int, bool, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+template <int H, int N>
+const void* FloorInstance<H, N>::function() {
+  return nullptr;
+}
+
+#define ATTNRES_RING(...) template struct RingInstance<__VA_ARGS__>;
+#define ATTNRES_CLUSTER(...) template struct ClusterInstance<__VA_ARGS__>;
+#define ATTNRES_FLOOR(...) template struct FloorInstance<__VA_ARGS__>;
+#include "registry.inc"
+
+}  // namespace attnres
+
+using namespace attnres;
+
+namespace {
+
+#ifdef ATTNRES_TEST_WITHOUT_100A
+constexpr bool kHas100a = false;
+#else
+constexpr bool kHas100a = true;
+#endif
+
+std::string resolved(int compute_major, int compute_minor) {
+  const char* target = target_for(compute_major, compute_minor);
+  return target == nullptr ? "none" : target;
+}
+
+}  // namespace
+
+TEST_CASE(each_supported_gpu_gets_the_object_of_exactly_its_capability) {
+  EXPECT_EQ(resolved(9, 0), "90a");
+  EXPECT_EQ(resolved(10, 3), "103a");
+  // An object that was not built is not replaced by a neighbour's: 103a does not run on 10.0.
+  EXPECT_EQ(resolved(10, 0), kHas100a ? "100a" : "none");
+}
+
+TEST_CASE(unknown_gpus_get_none) {
+  // Older, within a supported family, the next families, and nonsense.
+  for (const auto& [major, minor] : {std::pair{7, 5},
+                                     {8, 0},
+                                     {8, 9},
+                                     {9, 1},
+                                     {10, 1},
+                                     {10, 2},
+                                     {11, 0},
+                                     {12, 0},
+                                     {12, 1},
+                                     {13, 0},
+                                     {0, 0},
+                                     {-1, -1},
+                                     {90, 0}}) {
+    EXPECT_EQ(resolved(major, minor), "none");
+  }
+}
+
+TEST_CASE(built_targets_are_listed_as_they_were_asked_for) {
+  EXPECT_EQ(std::string(built_targets()), kHas100a ? "90a;100a;103a" : "90a;103a");
+}
+
+TEST_CASE(permutation_is_found_by_exactly_its_parameters) {
+  EXPECT_EQ(instances().size(), size_t{4});
+  for (const Instance& instance : instances()) {
+    EXPECT(find_instance(instance.permutation) == &instance);
+    for (int32_t attnres_permutation::* field :
+         {&attnres_permutation::kernel, &attnres_permutation::hidden_size,
+          &attnres_permutation::num_sources, &attnres_permutation::rows_per_stage,
+          &attnres_permutation::prefixes_per_row, &attnres_permutation::cluster_size}) {
+      attnres_permutation other = instance.permutation;
+      other.*field += 8;
+      EXPECT(find_instance(other) == nullptr);
+    }
+  }
+}
+
+TEST_CASE(floor_is_found_by_its_sizes) {
+  EXPECT(find_floor(7168, 2) != nullptr);
+  EXPECT(find_floor(7168, 3) == nullptr);
+  EXPECT(find_floor(4096, 2) == nullptr);
+}
