@@ -221,7 +221,7 @@ PyMethodDef* fast_methods() {
 }  // namespace
 }  // namespace attnres::bindings
 
-PYBIND11_MODULE(_core, m) {
+PYBIND11_MODULE(core_module, m) {
   using namespace attnres::bindings;  // NOLINT(google-build-using-namespace): the module's own
   m.doc() = "The C ABI of libattnres (attnres/attnres.h): pointers, sizes and strides in.";
   unsupported_error = PyErr_NewExceptionWithDoc(
@@ -251,4 +251,15 @@ PYBIND11_MODULE(_core, m) {
   m.def("num_permutations", &attnres_num_permutations, "How many kernels are compiled in.");
   m.def("permutations", &permutations, "The compiled kernels.");
   m.def("version", &attnres_version_string, "Version of the library.");
+}
+
+// pybind11 asks for the GIL of the main interpreter before anything else, so that in a subinterpreter the
+// import would wait for itself for ever. The module keeps state per process besides.
+PyMODINIT_FUNC PyInit__core() {
+  if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+    PyErr_SetString(PyExc_ImportError,
+                    "libattnres: expected the main interpreter, got a subinterpreter");
+    return nullptr;
+  }
+  return PyInit_core_module();
 }

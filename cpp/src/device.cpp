@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device.hpp"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -157,6 +158,15 @@ attnres_probe_info probe_now(int device) {
   return info;
 }
 
+// The probe says better than an error code what a machine lacks: a driver, a newer one, such a device.
+void require_device(cudaError_t code, const char* what, int device) {
+  if (code == cudaSuccess) return;
+  cudaGetLastError();
+  const attnres_probe_info& info = probe_cached(std::max(device, 0));
+  if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
+  require_success(code, what);
+}
+
 }  // namespace
 
 void require_success(cudaError_t code, const char* what) {
@@ -168,11 +178,11 @@ void require_success(cudaError_t code, const char* what) {
 
 CurrentDevice::CurrentDevice(int device) : ordinal_(device) {
   int current = 0;
-  require_success(cudaGetDevice(&current), "cudaGetDevice");
+  require_device(cudaGetDevice(&current), "cudaGetDevice", device);
   if (device < 0) {
     ordinal_ = current;
   } else if (device != current) {
-    require_success(cudaSetDevice(device), "cudaSetDevice");
+    require_device(cudaSetDevice(device), "cudaSetDevice", device);
     restore_ = current;
   }
 }

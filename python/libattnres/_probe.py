@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from libattnres import _core
+from libattnres._call import checked_call, resolved_batch_invariant
+from libattnres._dispatch import requested_backend
 from libattnres._records import Permutation
 
 __all__ = ["DeviceStatus", "Probe", "permutations", "probe", "warmup"]
@@ -51,6 +54,8 @@ class Probe:
     """The CUDA devices that PyTorch sees."""
     plan_error: str
     """What is wrong with the file of ``LIBATTNRES_PLAN_FILE``; empty when nothing is, or there is none."""
+    environment_errors: tuple[str, ...]
+    """What is wrong with other variables, in the words of the error that a call raises which heeds them."""
     backends: dict[str, str | None]
     """For each backend None when it can be used here, or why not."""
 
@@ -86,6 +91,7 @@ def probe() -> Probe:
         runtime_version=first["runtime_version"],
         devices=devices,
         plan_error=first["plan_error"],
+        environment_errors=environment_errors(),
         backends={
             "native": native,
             "triton": triton_reason(num_devices),
@@ -108,6 +114,32 @@ def device_status(index: int) -> DeviceStatus:
         reason=info["reason"],
         plan=info["plan"],
     )
+
+
+def environment_errors() -> tuple[str, ...]:
+    """What calls would say of ``LIBATTNRES_BACKEND`` and the like."""
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: requested_backend(None, None),
+        lambda: resolved_batch_invariant(None),
+        call_on_host,
+    )
+    errors = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            errors.append(str(error))
+    return tuple(errors)
+
+
+def call_on_host() -> None:
+    """The smallest call of the host backend, which heeds variables of its own."""
+    blocks = torch.ones(1, 1, 1, dtype=torch.float32, device="cpu")
+    prefix, weight = blocks[0].clone(), blocks[0, 0]
+    call = checked_call(
+        prefix, None, blocks, weight, weight, None, 1, -1, 1e-5, 1e-5, None, "wait", batch_invariant=False
+    )
+    _core.forward_host(*call.core_args())
 
 
 def triton_reason(num_devices: int) -> str | None:

@@ -10,6 +10,15 @@ import libattnres
 from libattnres.cli import metadata
 from libattnres.cli.console import Console
 
+VARIABLES = (
+    "LIBATTNRES_BACKEND",
+    "LIBATTNRES_BATCH_INVARIANT",
+    "LIBATTNRES_COMMIT",
+    "LIBATTNRES_HOST_TARGET",
+    "LIBATTNRES_NUM_THREADS",
+    "LIBATTNRES_PLAN_FILE",
+)
+
 HELP = "versions, devices, and which backends can be used here and why not the others"
 
 
@@ -19,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
-    """Print what :func:`libattnres.probe` says."""
+    """Print what :func:`libattnres.probe` says; status 1 when a variable has a wrong value."""
     del args
     probe = libattnres.probe()
     known = metadata.collect()
@@ -59,6 +68,14 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
         ("backend", "usable here", "why not"),
         [(name, reason is None, reason or "") for name, reason in probe.backends.items()],
     )
-    if probe.plan_error:
-        console.line(f"WRONG: {probe.plan_error}")
-    return 0, {"probe": probe.as_dict()}
+    variables = metadata.environment()
+    if variables:
+        console.table(
+            "variables",
+            ("name", "value", ""),
+            [(name, value, "" if name in VARIABLES else "unknown") for name, value in variables.items()],
+        )
+    errors = [*filter(None, [probe.plan_error]), *probe.environment_errors]
+    for error in errors:
+        console.line(f"WRONG: {error}")
+    return int(bool(errors)), {"probe": probe.as_dict(), "environment": variables}
