@@ -15,7 +15,8 @@ there, nor that a warp's ``__syncwarp`` orders the loads of all its lanes before
 hands a row slot back. So it reports the ring's slots as races between the copy and the loads. A report is set
 aside only when one side is the bulk copy instruction itself and the other a load, both read from the machine
 code at the reported offsets; their number stays in the summary. Every other pair is an error: partial sums,
-queries and whatever else is stored by ordinary instructions.
+queries and whatever else is stored by ordinary instructions. The order of copies and loads has a test of its
+own, tests/python/test_ring_order.py, which spoils a slot before it is filled again.
 """
 
 from __future__ import annotations
