@@ -147,6 +147,9 @@ def take_apart(instruction: Instruction) -> Step:
             while at < len(operands) - 1 and PREDICATE.fullmatch(operands[at]):
                 predicates.append(operands[at])
                 at += 1
+    if opcode == "R2P":
+        mask = int(operands[2], 16) if operands[2:] and LITERAL.fullmatch(operands[2]) else 0x7F
+        predicates = [f"P{bit}" for bit in range(7) if mask >> bit & 1]
     sources = operands[at:]
     registers: list[str] = []
     constants: list[int] = []
@@ -408,6 +411,12 @@ class Interpreter:
             if sources[2].startswith("!"):
                 chosen = not chosen
             return {step.results[0]: self.operand(sources[0 if chosen else 1], values)}
+        if opcode == "P2R" and not modifiers and sources[:2] == ("PR", "RZ"):
+            kept = [bit for bit in range(7) if int(sources[2], 16) >> bit & 1]
+            flags_known = [truth(f"P{bit}", values) for bit in kept]
+            if None in flags_known:
+                return None
+            return {step.results[0]: sum(1 << bit for bit, one in zip(kept, flags_known, strict=True) if one)}
         if opcode == "PRMT":
             numbers = [self.operand(source, values) for source in sources[:3]]
             a, selector, b = numbers
@@ -509,9 +518,16 @@ def halves(low: str, high: str) -> int | None:
 
 
 def permute(a: int, selector: int, b: int) -> int:
-    """PRMT: bytes of a (0 to 3) and b (4 to 7)."""
+    """PRMT: bytes of a (0 to 3) and b (4 to 7), or only their signs, all over the byte."""
     source = a.to_bytes(4, "little") + b.to_bytes(4, "little")
-    return int.from_bytes(bytes(source[selector >> 4 * place & 7] for place in range(4)), "little")
+    result = 0
+    for place in range(4):
+        choice = selector >> 4 * place & 0xF
+        byte = source[choice & 7]
+        if choice & 8:
+            byte = 0xFF if byte >> 7 else 0
+        result |= byte << 8 * place
+    return result
 
 
 def truth_table(a: int, b: int, c: int, table: int) -> int:

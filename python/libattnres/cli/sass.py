@@ -127,7 +127,8 @@ class Instruction:
         """Whether it takes one bfloat16 of a pair: a shift, a mask or a permutation by 16 bits."""
         if self.opcode in ("SHF", "LOP3", "IMAD"):
             return any(operand in ("0x10", "0xffff0000", "0x10000") for operand in self.operands[1:3])
-        return self.opcode == "PRMT" and "0x7610" not in self.operands
+        # Other permutations also move flags.
+        return self.opcode == "PRMT" and ("0x1044" in self.operands or "0x3244" in self.operands)
 
 
 MATH = frozenset({"FFMA", "FFMA2", "FMUL", "FMUL2", "FADD", "FADD2"})
