@@ -40,6 +40,7 @@ from libattnres._call import (
     check_type,
     checked_epsilon,
     checked_index,
+    known,
     refuse_grad,
     refuse_tangents,
 )
@@ -79,10 +80,10 @@ def plan_from_numbers(numbers: list[int] | None) -> Plan | None:
     """The plan of an op argument."""
     if numbers is None:
         return None
-    if len(numbers) != 4 or not 0 <= numbers[0] <= 2:
+    if len(numbers) not in (4, 5) or not 0 <= numbers[0] <= 2:
         raise ValueError(
             "plan: expected [kernel (0 automatic, 1 ring, 2 cluster), rows_per_stage, ctas_per_sm, "
-            f"cluster_size], got {numbers}"
+            f"cluster_size, rows_in_flight (optional)], got {numbers}"
         )
     kernel = (None, "ring", "cluster")[numbers[0]]
     return Plan(kernel, *(number or None for number in numbers[1:]))  # type: ignore[arg-type]
@@ -132,6 +133,17 @@ def attn_res(
     check_pdl(pdl)
     check_batch_invariant(batch_invariant)
     check_backend(backend, plan)
+    # What shares memory with something written is for the library to find, which in a compiled graph sees
+    # what became of the arguments. One tensor passed twice is seen here, on any device.
+    for name, written, other, tensor in (
+        ("out", out, "prefix", prefix),
+        ("out", out, "delta", delta),
+        ("prefix", prefix, "delta", delta),
+    ):
+        if written is not None and written is tensor:
+            raise ValueError(
+                f"{name}: expected memory that shares no byte with {other}, got overlapping memory"
+            )
     ops = torch.ops.libattnres
     weights = (norm_weight, qk_weight, output_norm_weight, num_blocks)
     options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers(), batch_invariant)
@@ -230,7 +242,21 @@ def _general_fake(
         batch_invariant,
     )
     requested_backend(backend, plan_from_numbers(plan))
+    for tensor in (prefix, blocks, output):
+        fix_offset(tensor)
     return output
+
+
+def fix_offset(tensor: torch.Tensor) -> None:
+    """Have a trace take the place of a view in its storage for a constant, at the price of a guard.
+
+    Inductor takes a symbolic one for 0 when the view is written, and the write goes elsewhere, silently
+    (https://github.com/pytorch/pytorch/issues/198068). The symbols are those of H and of the bank's rows,
+    which a model does not change, rather than that of its tokens.
+    """
+    offset = tensor.storage_offset()
+    if known(offset) is not None:
+        int(offset)
 
 
 def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

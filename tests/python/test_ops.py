@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch ops: schemas that tell the truth, fake kernels, compiled code that equals eager to the bit."""
+"""The torch ops: schemas that tell the truth, fake kernels with the real errors, no silent derivative."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from libattnres import _ops, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 ops = torch.ops.libattnres
@@ -116,36 +119,246 @@ def test_ops_validate_as_attn_res_does(make_case: Callable[..., Any]) -> None:
         ops.attn_res(case.prefix, case.blocks, *case.arguments[3:7], plan=[3])
 
 
-def test_fake_tensors_get_shapes_and_errors(make_case: Callable[..., Any]) -> None:
-    case = make_case(block_write_idx=3)
-    with FakeTensorMode() as mode:
-        fake = case.with_(
-            **{
-                name: mode.from_tensor(value)
-                for name in case.__dataclass_fields__
-                if isinstance(value := getattr(case, name), torch.Tensor)
-            }
-        )
-        output = libattnres.attn_res(*fake.arguments)
-        assert output.shape == (4, 64)
-        assert output.dtype is torch.bfloat16
-        assert output.stride() == (64, 1)
-        with pytest.raises(ValueError, match=r"^delta: expected shape \[4, 64\]"):
-            libattnres.attn_res(*fake.with_(delta=fake.delta[:3]).arguments)
-
-
-def test_meta_tensors_get_shapes(make_case: Callable[..., Any]) -> None:
-    case = make_case(num_tokens=7)
-    meta = case.with_(
+def on_meta(case: Any) -> Any:
+    """The same sizes and strides without memory."""
+    return case.with_(
         **{
-            name: value.to("meta")
+            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             for name in case.__dataclass_fields__
             if isinstance(value := getattr(case, name), torch.Tensor)
         }
     )
-    output = libattnres.attn_res(*meta.arguments)
-    assert output.device.type == "meta"
-    assert output.shape == (7, 64)
+
+
+def faked(case: Any, mode: FakeTensorMode) -> Any:
+    return case.with_(
+        **{
+            name: mode.from_tensor(value)
+            for name in case.__dataclass_fields__
+            if isinstance(value := getattr(case, name), torch.Tensor)
+        }
+    )
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_fake_tensors_get_shapes(is_symbolic: bool, make_case: Callable[..., Any]) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv() if is_symbolic else None, static_shapes=not is_symbolic)
+    fake = faked(make_case(num_tokens=6), mode)
+    with mode:
+        assert isinstance(fake.prefix.shape[0], torch.SymInt) == is_symbolic
+        output = libattnres.attn_res(*fake.arguments)
+        assert output.shape == fake.prefix.shape
+        assert output.dtype is torch.bfloat16
+        assert output.stride() == (64, 1)
+        out = torch.empty_like(fake.prefix)
+        assert libattnres.attn_res(*fake.arguments, out=out) is out
+
+
+def test_token_counts_that_depend_on_data_can_be_traced(make_case: Callable[..., Any]) -> None:
+    """Nothing is known of such a number, so nothing may be asked of it."""
+    case = make_case(block_write_idx=3)
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env, static_shapes=True) as mode:
+        fake = faked(case, mode)
+        num_tokens = shape_env.create_unbacked_symint()
+        prefix, blocks = torch.empty(num_tokens, 64).bfloat16(), torch.empty(num_tokens, 8, 64).bfloat16()
+        fake = fake.with_(prefix=prefix, delta=torch.empty_like(prefix), blocks=blocks)
+        output = libattnres.attn_res(*fake.arguments)
+        assert output.shape == (num_tokens, 64)
+        with pytest.raises(ValueError, match=r"^delta: expected dtype"):
+            libattnres.attn_res(*fake.with_(delta=prefix.float()).arguments)
+
+
+def test_meta_tensors_get_shapes(make_case: Callable[..., Any]) -> None:
+    case = on_meta(make_case(num_tokens=7))
+    padded = torch.empty(7, 96, dtype=torch.bfloat16, device="meta")[:, :64]
+    for prefix in (case.prefix, padded):
+        output = libattnres.attn_res(*case.with_(prefix=prefix).arguments)
+        assert output.device.type == "meta"
+        assert output.shape == (7, 64)
+        assert output.stride() == (64, 1)
+
+
+# The errors that need no memory and no machine: (exception, text, what to change, options).
+FAKE_ERRORS: dict[str, tuple[type[Exception], str, Callable[[Any], dict[str, Any]], dict[str, Any]]] = {
+    "num_blocks": (ValueError, "num_blocks: expected 0..8, got 9", lambda c: {"num_blocks": 9}, {}),
+    "num_blocks_of_a_bank": (
+        ValueError,
+        "num_blocks: expected 0..2, got 3",
+        lambda c: {"blocks": c.blocks[:, :2]},
+        {},
+    ),
+    "num_blocks_type": (
+        TypeError,
+        "num_blocks: expected an int, got bool",
+        lambda c: {"num_blocks": True},
+        {},
+    ),
+    "num_blocks_width": (
+        ValueError,
+        "num_blocks: expected a 64-bit integer, got 1180591620717411303424",
+        lambda c: {"num_blocks": 2**70},
+        {},
+    ),
+    "block_write_idx": (
+        ValueError,
+        "block_write_idx: expected -1..7, got 8",
+        lambda c: {"block_write_idx": 8},
+        {},
+    ),
+    "block_write_idx_shared": (
+        ValueError,
+        "block_write_idx: expected -1 when 2 tokens share a bank entry, got 0",
+        lambda c: {"blocks": c.blocks[:2], "block_write_idx": 0},
+        {},
+    ),
+    "eps": (ValueError, "eps: expected a finite number >= 0, got -1.000000", lambda c: {"eps": -1.0}, {}),
+    "eps_type": (TypeError, "eps: expected a float, got str", lambda c: {"eps": "1e-5"}, {}),
+    "output_norm_eps": (
+        ValueError,
+        "output_norm_eps: expected a finite number >= 0, got nan",
+        lambda c: {"output_norm_eps": float("nan")},
+        {},
+    ),
+    "prefix_type": (TypeError, "prefix: expected a torch.Tensor, got list", lambda c: {"prefix": []}, {}),
+    "qk_weight_type": (
+        TypeError,
+        "qk_weight: expected a torch.Tensor, got NoneType",
+        lambda c: {"qk_weight": None},
+        {},
+    ),
+    "delta_shape": (
+        ValueError,
+        "delta: expected shape [4, 64] as prefix has, got [3, 64]",
+        lambda c: {"delta": c.delta[:3]},
+        {},
+    ),
+    "delta_is_prefix": (
+        ValueError,
+        "prefix: expected memory that shares no byte with delta, got overlapping memory",
+        lambda c: {"delta": c.prefix},
+        {},
+    ),
+    "rows_that_overlap": (
+        ValueError,
+        "prefix: expected a token stride >= hidden_size (64) because it is written, got 0",
+        lambda c: {"prefix": c.prefix[:1].expand(4, 64)},
+        {},
+    ),
+    "pdl": (ValueError, "pdl: expected one of 'wait', 'early', 'off', got None", lambda c: {}, {"pdl": None}),
+    "backend": (ValueError, "backend: expected one of 'auto', ", lambda c: {}, {"backend": "bogus"}),
+    "backend_type": (ValueError, "backend: expected one of 'auto', ", lambda c: {}, {"backend": 3}),
+    "plan": (TypeError, "plan: expected a libattnres.Plan, got list", lambda c: {}, {"plan": [1, 0, 0, 0]}),
+    "plan_and_backend": (
+        ValueError,
+        "plan: expected None with backend 'host', got Plan(",
+        lambda c: {},
+        {"plan": libattnres.Plan(), "backend": "host"},
+    ),
+    "batch_invariant": (
+        TypeError,
+        "batch_invariant: expected a bool or None, got int",
+        lambda c: {},
+        {"batch_invariant": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["real", "meta", "fake", "symbolic"])
+@pytest.mark.parametrize("what", FAKE_ERRORS)
+def test_tensors_without_memory_get_the_errors_of_real_ones(
+    what: str, kind: str, make_case: Callable[..., Any]
+) -> None:
+    exception, text, changes, options = FAKE_ERRORS[what]
+    case = make_case()
+    if kind == "meta":
+        case = on_meta(case)
+    mode: Any = contextlib.nullcontext()
+    if kind in ("fake", "symbolic"):
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=kind == "fake")
+        case = faked(case, mode)
+        assert isinstance(case.prefix.shape[0], torch.SymInt) == (kind == "symbolic")
+    with mode:
+        case = case.with_(**changes(case))
+        with pytest.raises(exception) as raised:
+            libattnres.attn_res(*case.arguments, **options)
+    if kind != "symbolic":  # sizes have names there
+        assert str(raised.value).startswith(text)
+    assert str(raised.value).startswith(text.split(":")[0] + ": expected ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("LIBATTNRES_BACKEND", "bogus"), ("LIBATTNRES_BATCH_INVARIANT", "yes")]
+)
+def test_tensors_without_memory_heed_the_environment(
+    variable: str, value: str, make_case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"^{variable}: expected .*, got '{value}'"):
+        libattnres.attn_res(*on_meta(make_case()).arguments)
+
+
+# No derivative: whoever asks for one is told.
+
+
+def grad(function: Callable[..., torch.Tensor], value: torch.Tensor) -> Any:
+    return torch.func.grad(lambda value: function(value).sum())(value)
+
+
+def vjp(function: Callable[..., torch.Tensor], value: torch.Tensor) -> Any:
+    return torch.func.vjp(function, value)
+
+
+def jvp(function: Callable[..., torch.Tensor], value: torch.Tensor) -> Any:
+    return torch.func.jvp(function, (value,), (torch.ones_like(value),))
+
+
+def dual(function: Callable[..., torch.Tensor], value: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(value, torch.ones_like(value)))
+
+
+def dual_without_grad(function: Callable[..., torch.Tensor], value: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return dual(function, value)
+
+
+@pytest.mark.parametrize(
+    "name", ["prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight"]
+)
+@pytest.mark.parametrize("derive", [grad, vjp, jvp, dual, dual_without_grad])
+def test_derivatives_are_refused_rather_than_dropped(
+    derive: Callable[..., Any], name: str, make_case: Callable[..., Any]
+) -> None:
+    case = make_case(dtype=torch.float32)
+    before = case.clone()
+    with pytest.raises(
+        RuntimeError, match=f"^{name}: expected a tensor .*because attn_res has no (back|deriv)"
+    ):
+        derive(lambda value: libattnres.attn_res(*case.with_(**{name: value}).arguments), getattr(case, name))
+    assert reference.same_bits(case.prefix, before.prefix)
+
+
+def test_a_dual_level_without_dual_arguments_is_no_error(make_case: Callable[..., Any]) -> None:
+    case = make_case()
+    expected = libattnres.attn_res(*case.clone().arguments)
+    with forward_ad.dual_level():
+        assert reference.same_bits(libattnres.attn_res(*case.arguments), expected)
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("through_op", [False, True])
+def test_inference_mode(made_inside: bool, through_op: bool, make_case: Callable[..., Any]) -> None:
+    case = make_case(block_write_idx=3)
+    expected = libattnres.attn_res(*case.clone().arguments)
+    with torch.inference_mode():
+        tensors = case.clone() if made_inside else case
+        assert tensors.prefix.is_inference() == made_inside
+        call = ops.attn_res_ if through_op else libattnres.attn_res
+        output = call(*tensors.arguments)
+    assert output.is_inference()
+    assert reference.same_bits(output, expected)
+    assert reference.same_bits(tensors.blocks[:, 3], tensors.prefix)
 
 
 class Wrapped(torch.Tensor):
@@ -195,242 +408,3 @@ def test_vmap_equals_a_loop(make_case: Callable[..., Any]) -> None:
 
     expected = torch.stack([call(prefix) for prefix in prefixes])
     assert reference.same_bits(torch.vmap(call)(prefixes), expected)
-
-
-# torch.compile with inductor: the same backend must give the same bits, and no bank may be copied.
-
-Function = Callable[..., Any]
-
-
-def compiled_equals_eager(function: Function, tensors: tuple[torch.Tensor, ...]) -> str:
-    """Compare results and arguments after a call; returns the generated code."""
-    from torch._inductor.utils import run_and_get_code
-
-    torch._dynamo.reset()
-    eager_tensors = [tensor.clone() for tensor in tensors]
-    compiled_tensors = [tensor.clone() for tensor in tensors]
-    with torch.no_grad():
-        expected = function(*eager_tensors)
-        result, code = run_and_get_code(torch.compile(function, fullgraph=True), *compiled_tensors)
-        again = [tensor.clone() for tensor in tensors]
-        result_again = torch.compile(function, fullgraph=True)(*again)
-    for got in (result, result_again):
-        for left, right in zip(as_tuple(expected), as_tuple(got), strict=True):
-            assert reference.same_bits(left, right)
-    for changed in (compiled_tensors, again):
-        for left, right in zip(eager_tensors, changed, strict=True):
-            assert reference.same_bits(left, right)
-    (source,) = code
-    return source[source.index("def call") :]
-
-
-def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def bank_copies(source: str, num_bank_rows: int = 8) -> list[str]:
-    """Allocations of generated code that are as large as the bank."""
-    return [
-        line.strip()
-        for line in source.splitlines()
-        if "empty_strided" in line and f", {num_bank_rows}, " in line
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("has_delta", "block_write_idx", "op"),
-    [
-        (True, -1, "attn_res_add_"),
-        (True, 3, "attn_res_"),
-        (False, 3, "attn_res_write_"),
-        (False, -1, "attn_res"),
-    ],
-)
-def test_compiled_call_equals_eager_without_copies(
-    has_delta: bool, block_write_idx: int, op: str, make_case: Callable[..., Any]
-) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def call(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return libattnres.attn_res(prefix, delta if has_delta else None, blocks, *weights, 3, block_write_idx)
-
-    source = compiled_equals_eager(call, (case.prefix, case.delta, case.blocks))
-    assert f"torch.ops.libattnres.{op}.default" in source
-    assert "empty_strided" not in source
-
-
-@pytest.mark.slow
-def test_repeated_in_place_calls_in_one_graph(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def layers(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = libattnres.attn_res(prefix, delta, blocks, *weights, 3, 3)
-        second = libattnres.attn_res(prefix, first, blocks, *weights, 4)
-        third = libattnres.attn_res(prefix, second * 2, blocks, *weights, 4, 4)
-        fourth = libattnres.attn_res(prefix, None, blocks, *weights, 5)
-        return first, second, third, fourth
-
-    source = compiled_equals_eager(layers, (case.prefix, case.delta, case.blocks))
-    assert bank_copies(source) == []
-
-
-@pytest.mark.slow
-def test_prefix_and_bank_that_are_views_of_one_tensor(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-    memory = torch.cat([case.blocks, case.prefix[:, None]], dim=1)
-
-    def layers(memory: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        prefix, blocks = memory[:, 8], memory[:, :8]
-        first = libattnres.attn_res(prefix, delta, blocks, *weights, 3, 3)
-        second = libattnres.attn_res(prefix, first, blocks, *weights, 4)
-        return first, second
-
-    source = compiled_equals_eager(layers, (memory, case.delta))
-    assert bank_copies(source, 9) == bank_copies(source) == []
-
-
-@pytest.mark.slow
-def test_one_delta_used_by_two_calls(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def layers(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = libattnres.attn_res(prefix, delta, blocks, *weights, 3)
-        before = prefix.clone()
-        second = libattnres.attn_res(prefix, delta, blocks, *weights, 3)
-        return first, before * 2, second, prefix - before
-
-    compiled_equals_eager(layers, (case.prefix, case.delta, case.blocks))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_write_idx", [-1, 3])
-def test_a_copy_of_the_prefix_as_delta(block_write_idx: int, make_case: Callable[..., Any]) -> None:
-    """Inductor drops the copy and passes the same memory twice, written and read."""
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def call(prefix: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return libattnres.attn_res(prefix, prefix.clone(), blocks, *weights, 3, block_write_idx)
-
-    compiled_equals_eager(call, (case.prefix, case.blocks))
-
-
-@pytest.mark.slow
-def test_copies_of_what_is_written_as_other_arguments(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-
-    def call(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        weight = prefix[0].clone()
-        first = libattnres.attn_res(prefix, delta, blocks, weight, weight, weight, 3)
-        second = libattnres.attn_res(prefix, blocks[:, 4].clone(), blocks.clone(), weight, weight, None, 3)
-        third = libattnres.attn_res(prefix, blocks[:, 4].clone(), blocks, weight, weight, None, 3, 4)
-        return first, second, third
-
-    compiled_equals_eager(call, (case.prefix, case.delta, case.blocks))
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False,
-    reason="inductor drops the clone of an input that a later custom op overwrites (pytorch #198096)",
-)
-def test_a_copy_of_the_prefix_returned_as_it_is(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def layers(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        libattnres.attn_res(prefix, delta, blocks, *weights, 3)
-        between = prefix.clone()
-        return between, libattnres.attn_res(prefix, delta, blocks, *weights, 3)
-
-    compiled_equals_eager(layers, (case.prefix, case.delta, case.blocks))
-
-
-@pytest.mark.slow
-def test_compiled_out_and_a_bank_made_inside(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-
-    def layers(prefix: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        bank = prefix.new_empty(prefix.shape[0], 8, prefix.shape[1])
-        first = libattnres.attn_res(prefix, None, bank, *weights, 0, 0)
-        out = torch.empty_like(prefix)
-        libattnres.attn_res(prefix, first, bank, *weights, 1, out=out)
-        return first, out + delta
-
-    source = compiled_equals_eager(layers, (case.prefix, case.delta))
-    assert len(bank_copies(source)) == 1  # the bank itself
-
-
-@pytest.mark.slow
-def test_padded_rows_stay_padded_in_compiled_code(make_case: Callable[..., Any]) -> None:
-    case = make_case()
-    weights = case.arguments[3:6]
-    padded = torch.cat([case.prefix, case.delta], dim=1)
-
-    def call(memory: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return libattnres.attn_res(memory[:, :64], memory[:, 64:], blocks, *weights, 3, 5)
-
-    source = compiled_equals_eager(call, (padded, case.blocks))
-    assert bank_copies(source) == []
-
-
-def test_token_counts_do_not_recompile(make_case: Callable[..., Any]) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    weights = make_case().arguments[3:6]
-
-    def call(prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return libattnres.attn_res(prefix, delta, blocks, *weights, 3, 3)
-
-    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
-    for num_tokens in (4, 5, 9, 17):
-        case = make_case(num_tokens=num_tokens)
-        eager = case.clone()
-        with torch.no_grad():
-            output = compiled(case.prefix, case.delta, case.blocks)
-            expected = call(eager.prefix, eager.delta, eager.blocks)
-        assert reference.same_bits(output, expected)
-        assert reference.same_bits(case.blocks, eager.blocks)
-    graphs = [graph for graph in counter.graphs if "attn_res_" in graph.code]
-    assert len(graphs) == 1
-
-
-def test_export_keeps_the_op(make_case: Callable[..., Any]) -> None:
-    class Module(torch.nn.Module):
-        def __init__(self, case: Any) -> None:
-            super().__init__()
-            for name in ("norm_weight", "qk_weight", "output_norm_weight"):
-                self.register_buffer(name, getattr(case, name))
-
-        def forward(self, prefix: torch.Tensor, delta: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-            return libattnres.attn_res(
-                prefix, delta, blocks, self.norm_weight, self.qk_weight, self.output_norm_weight, 3
-            )
-
-    case = make_case()
-    module = Module(case)
-    exported = torch.export.export(module, (case.prefix, case.delta, case.blocks))
-    assert "libattnres.attn_res_add_" in str(exported.graph)
-    eager, again = case.clone(), case.clone()
-    with torch.no_grad():
-        expected = module(eager.prefix, eager.delta, eager.blocks)
-        output = exported.module()(again.prefix, again.delta, again.blocks)
-    assert reference.same_bits(output, expected)
-    assert reference.same_bits(again.prefix, eager.prefix)
-
-
-def test_compiled_call_raises_rather_than_detaches(make_case: Callable[..., Any]) -> None:
-    torch._dynamo.reset()
-    case = make_case()
-    case.prefix.requires_grad_()
-    compiled = torch.compile(libattnres.attn_res, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        compiled(*case.arguments)
