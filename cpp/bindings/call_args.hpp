@@ -50,6 +50,7 @@ inline constexpr Field kFields[] = {
     ATTNRES_FIELD(rows_per_stage, kInt32),
     ATTNRES_FIELD(ctas_per_sm, kInt32),
     ATTNRES_FIELD(cluster_size, kInt32),
+    ATTNRES_FIELD(rows_in_flight, kInt32),
     ATTNRES_FIELD(num_threads, kInt32),
     ATTNRES_FIELD(batch_invariant, kInt32),
 };

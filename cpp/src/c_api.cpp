@@ -23,6 +23,7 @@ thread_local char last_error_message[1024] = "";
 
 attnres_status record(attnres_status status, const char* message) noexcept {
   std::snprintf(last_error_message, sizeof(last_error_message), "%s", message);
+  for (char* c = last_error_message; *c != '\0'; ++c) *c = printable(*c);
   return status;
 }
 
@@ -50,11 +51,21 @@ void require_pointer(const char* name, const T* pointer) {
   }
 }
 
+// No version of a struct comes near it: a size beyond is memory that was never set, and to believe it would be
+// to read or write past the caller's struct.
+constexpr size_t kMaxStructSize = 4096;
+
 void require_struct_size(const char* name, size_t struct_size, size_t smallest) {
   if (struct_size < smallest) {
     fail(ATTNRES_INVALID_ARGUMENT, std::string(name) +
                                        ": expected struct_size >= " + std::to_string(smallest) +
                                        ", got " + std::to_string(struct_size));
+  }
+  if (struct_size > kMaxStructSize || struct_size % alignof(int32_t) != 0) {
+    fail(ATTNRES_INVALID_ARGUMENT,
+         std::string(name) + ": expected struct_size <= " + std::to_string(kMaxStructSize) +
+             " that is a multiple of " + std::to_string(alignof(int32_t)) + ", got " +
+             std::to_string(struct_size));
   }
 }
 
@@ -68,9 +79,9 @@ constexpr attnres_forward_args kDefaultArgs = ATTNRES_FORWARD_ARGS_INIT;
 // their defaults; fields of a newer caller that this library does not have must be 0, their
 // default.
 attnres_forward_args read_args(const attnres_forward_args* caller) {
-  static_assert(
-      offsetof(attnres_forward_args, reserved) + sizeof(int32_t) == sizeof(attnres_forward_args),
-      "tail padding would be read as the next version's first field");
+  static_assert(offsetof(attnres_forward_args, batch_invariant) + sizeof(int32_t) ==
+                    sizeof(attnres_forward_args),
+                "tail padding would be read as the next version's first field");
   require_pointer("args", caller);
   const size_t size = caller->struct_size;
   // Everything before `eps` describes memory and has no default worth having.

@@ -181,6 +181,7 @@ void check_options(const attnres_forward_args& args, bool on_device) {
     require_range("rows_per_stage", args.rows_per_stage, 0, 3);
     require_range("ctas_per_sm", args.ctas_per_sm, 0, 2);
     require_range("cluster_size", args.cluster_size, 0, kMaxClusterSize);
+    require_at_least("rows_in_flight", args.rows_in_flight, 0);
   } else {
     require_at_least("num_threads", args.num_threads, 0);
   }

@@ -87,26 +87,25 @@ const PlanSection* user_section(const Gpu& gpu) {
   return find_section(file, gpu.compute_major, gpu.compute_minor, gpu.num_sms, gpu.name);
 }
 
-// Rows that a block should keep in flight at most.
-int64_t ring_depth(const attnres_forward_args& args, const Gpu& gpu, const PlanRow& row,
-                   int ctas_per_sm) {
-  if (gpu.compute_major == 9) {
-    const double entries_per_sm = static_cast<double>(args.num_bank_tokens) / gpu.num_sms;
-    for (const RingDepth& depth : kHopperRingDepth) {
-      if (args.num_blocks + 1 <= depth.max_sources && entries_per_sm >= depth.min_entries_per_sm) {
-        // A block holds a stage, or a prefix and its delta, before it hands a slot back.
-        return std::max({2, row.rows_per_stage, depth.rows_per_sm / ctas_per_sm});
-      }
-    }
+// Row slots that a block should have at most. It holds a stage, or a prefix and its delta, before it hands a
+// slot back.
+int64_t ring_depth(const attnres_forward_args& args, const PlanRow& row, int ctas_per_sm) {
+  const int least = std::max(2, row.rows_per_stage);
+  if (args.rows_in_flight != 0 && args.rows_in_flight < least * ctas_per_sm) {
+    fail(ATTNRES_UNSUPPORTED,
+         "rows_in_flight: expected at least " + std::to_string(least * ctas_per_sm) +
+             " with rows_per_stage " + std::to_string(row.rows_per_stage) + " and ctas_per_sm " +
+             std::to_string(ctas_per_sm) + ", got " + std::to_string(args.rows_in_flight));
   }
-  return std::numeric_limits<int32_t>::max();
+  if (row.rows_in_flight == 0) return std::numeric_limits<int32_t>::max();
+  return std::max(least, row.rows_in_flight / ctas_per_sm);
 }
 
-std::span<const PlanRow> plan_table(const Gpu& gpu) {
+std::span<const PlanRow> plan_table(const attnres_forward_args& args, const Gpu& gpu) {
   if (!user_plan().error.empty()) fail(ATTNRES_INVALID_ARGUMENT, user_plan().error);
   const PlanSection* section = user_section(gpu);
   if (section != nullptr) return section->rows;
-  return builtin_plan(gpu.compute_major);
+  return builtin_plan(gpu.compute_major, args.num_tokens > args.num_bank_tokens);
 }
 
 }  // namespace
@@ -128,7 +127,7 @@ Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
                                   std::to_string(args.num_tokens));
   }
   const int prefixes_per_row = static_cast<int>(std::min<int64_t>(prefixes, 31));
-  const PlanRow row = choose_row(args, plan_table(gpu), num_sms);
+  const PlanRow row = choose_row(args, plan_table(args, gpu), num_sms);
   const bool ring = row.kernel == ATTNRES_KERNEL_RING;
   const bool has_output_norm = args.output_norm_weight != nullptr;
   const attnres_permutation wanted = {
@@ -177,7 +176,7 @@ Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
   const int64_t entries_per_block = (entries + plan.grid_size - 1) / plan.grid_size;
   plan.ring_rows = static_cast<int32_t>(std::min(
       {(budget - *instance->fixed_shared_memory) / row_bytes, rows_per_entry * entries_per_block,
-       int64_t{*instance->max_ring_rows}, ring_depth(args, gpu, row, plan.ctas_per_sm)}));
+       int64_t{*instance->max_ring_rows}, ring_depth(args, row, plan.ctas_per_sm)}));
   plan.shared_memory_bytes =
       static_cast<uint32_t>(*instance->fixed_shared_memory + plan.ring_rows * row_bytes);
   return plan;

@@ -10,14 +10,14 @@
 
 namespace attnres {
 
-// The measured or derived table of an architecture family.
-std::span<const PlanRow> builtin_plan(int compute_major);
+// The measured or derived table of an architecture family, for calls with one prefix per bank entry or several.
+std::span<const PlanRow> builtin_plan(int compute_major, bool shares_entries);
 
 // The row of `table` that serves checked arguments with num_tokens > 0 on `num_sms` multiprocessors, with
 // the call's overrides. Throws Error(ATTNRES_UNSUPPORTED) for overrides that contradict each other.
 //
 // A batch-invariant call takes no row of the table: its kernel, NC and cluster size, on which a token's bits
-// depend, must not follow from the batch. Residency, on which they do not, may.
+// depend, must not follow from the batch. Residency and depth, on which they do not, may.
 PlanRow choose_row(const attnres_forward_args& args, std::span<const PlanRow> table, int num_sms);
 
 }  // namespace attnres

@@ -36,7 +36,7 @@ constexpr std::string_view kBlanks = " \t";
 std::string quoted(std::string_view word) {
   constexpr size_t kMaxShown = 40;
   std::string text(1, '\'');
-  text += word.substr(0, kMaxShown);
+  text += printable(word.substr(0, kMaxShown));
   text += word.size() > kMaxShown ? "...'" : "'";
   return text;
 }
@@ -152,8 +152,9 @@ class Values {
 };
 
 constexpr std::string_view kDeviceKeys[] = {"compute_capability", "num_sms", "name"};
-constexpr std::string_view kRowKeys[] = {"reads",          "max_sources", "max_entries", "kernel",
-                                         "rows_per_stage", "ctas_per_sm", "cluster_size"};
+constexpr std::string_view kRowKeys[] = {"reads",          "max_sources",    "max_entries",
+                                         "kernel",         "rows_per_stage", "ctas_per_sm",
+                                         "rows_in_flight", "cluster_size"};
 
 PlanSection parse_device(Line& line) {
   const Values values(line, kDeviceKeys, "name");
@@ -199,12 +200,17 @@ PlanRow parse_row(Line& line, int num_sms, const MaxCtasPerSm& max_ctas_per_sm) 
     row.rows_per_stage =
         line.number_of("rows_per_stage", values.required("rows_per_stage"), 1, kMaxSources);
     row.ctas_per_sm = line.number_of("ctas_per_sm", values.required("ctas_per_sm"), 1, 32);
+    if (const std::optional<std::string_view> rows = values.optional("rows_in_flight")) {
+      row.rows_in_flight = line.number_of("rows_in_flight", *rows,
+                                          std::max(2, row.rows_per_stage) * row.ctas_per_sm, 1024);
+    }
     values.refuse_present("cluster_size", "expected none with kernel=ring, got one");
   } else if (kernel == "cluster") {
     row.kernel = ATTNRES_KERNEL_CLUSTER;
     row.cluster_size = line.number_of("cluster_size", values.required("cluster_size"), 1, 16);
     values.refuse_present("rows_per_stage", "expected none with kernel=cluster, got one");
     values.refuse_present("ctas_per_sm", "expected none with kernel=cluster, got one");
+    values.refuse_present("rows_in_flight", "expected none with kernel=cluster, got one");
   } else {
     line.refuse("kernel", "ring or cluster", kernel);
   }
@@ -365,8 +371,7 @@ std::string printable_path(std::string_view path) {
     shown = "...";
     path.remove_prefix(path.size() - kMaxShown);
   }
-  for (const char c : path) shown += c >= 0x20 && c < 0x7f ? c : '?';
-  return shown;
+  return shown + printable(path);
 }
 
 }  // namespace attnres

@@ -22,6 +22,7 @@ struct PlanRow {
   int rows_per_stage;  // ring: NC
   int ctas_per_sm;     // ring
   int cluster_size;    // cluster
+  int rows_in_flight;  // ring: rows that an SM fetches ahead at most; 0: as many as fit
 
   friend bool operator==(const PlanRow&, const PlanRow&) = default;
 };
@@ -29,45 +30,64 @@ struct PlanRow {
 inline constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
 constexpr PlanRow ring_row(Reads reads, int max_sources, double max_entries_per_sm,
-                           int rows_per_stage, int ctas_per_sm) {
-  return {reads, max_sources, max_entries_per_sm, ATTNRES_KERNEL_RING, rows_per_stage, ctas_per_sm,
-          0};
+                           int rows_per_stage, int ctas_per_sm, int rows_in_flight = 0) {
+  return {reads,       max_sources, max_entries_per_sm, ATTNRES_KERNEL_RING, rows_per_stage,
+          ctas_per_sm, 0,           rows_in_flight};
 }
 constexpr PlanRow cluster_row(Reads reads, int max_sources, double max_entries_per_sm,
                               int cluster_size) {
-  return {reads, max_sources, max_entries_per_sm, ATTNRES_KERNEL_CLUSTER, 0, 0, cluster_size};
+  return {reads, max_sources, max_entries_per_sm, ATTNRES_KERNEL_CLUSTER, 0, 0, cluster_size, 0};
 }
 
-// H200 (132 SMs), 2026-11-29, H = 7168, delta and output norm, CUDA graph, cold L2, microseconds.
-// Reads after the wait, 8 blocks: T = 1: cluster of 7 2.7, of 4 2.9, of 2 3.7, ring 6.1. T = 16: of 4 3.4,
-// of 7 3.7, ring 5.2. T = 64: of 2 5.9, ring 6.2. With reads before it and nothing between the calls the
-// ring's start is hidden as well, 3.5 at T = 16, but in a model's step it is not: 187 calls with producers
-// between take 959 with the ring and 746 with the cluster. T = 128, NC = 2 x 2 blocks and NC = 3 x 1:
-// 8.2, 7.7 at 8 blocks, 5.4, 5.7 at 4. T = 1024, with the depth below: 44.6 at 8 blocks and 30.7 at 4 for
-// NC = 3, 31.9 for NC = 2 at 4. At 1 block, T = 1024 and 8192: 20.9 and 154.8 for NC = 2, 21.5 and 148 for
-// NC = 3; NC = 1 with two slots a block took 145 at 8192 and is still to be checked for more than one shape.
+// H200 (132 SMs), 2026-11-29, H = 7168, delta and output norm, CUDA graph, cold L2, microseconds, over every
+// kernel and depth at 1 to 8192 tokens. What the sweep taught:
+// - Up to 24 tokens a cluster per token: at T = 1 and 8 blocks a cluster of 7 takes 2.6, of 4 2.9, of 2 3.6, the
+//   ring 4.9. With reads before the wait and nothing between the calls the ring's start is hidden (3.5 against
+//   3.1 at T = 16), but in a model's step it is not, so both ways to read take clusters. After the wait a
+//   cluster of 2 stays ahead up to 64 tokens with many sources (T = 48: 5.4 against 6.1), up to 32 with few.
+// - Up to one entry per SM every row of it is needed at once: with reads before the wait, T = 96 and 8 blocks
+//   take 5.4 with twelve rows in flight and 6.1 with six. From 0.75 on, and after the wait, the SMs push one
+//   another: T = 128 takes 7.8 with six rows, 8.4 with twelve.
+// - Up to two entries, two blocks per SM finish both at once (T = 192, 8 blocks, after the wait: 11.2 against
+//   11.8). At three entries one block per SM does better: two would work through two rounds of unequal length.
+// - Long batches: six rows in flight, four with few sources. More only push one another, and the rows about to
+//   be written back, out of L2: 8 blocks, T = 8192: 329.9 with six, 336.9 with eight, 347 with fourteen; 1 block:
+//   144.9 with four in NC = 1 x 2 blocks, 146.7 in NC = 3, 159 with eight.
 inline constexpr PlanRow kHopperPlan[] = {
     cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
     cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),
+    cluster_row(Reads::kAfterWait, 3, 32.0 / 132, 2),
+    cluster_row(Reads::kAfterWait, 5, 48.0 / 132, 2),
     cluster_row(Reads::kAfterWait, kMaxSources, 64.0 / 132, 2),
-    ring_row(Reads::kEarly, kMaxSources, 64.0 / 132, 3, 1),
-    ring_row(Reads::kAny, 6, 4.5, 2, 2),
-    ring_row(Reads::kAny, 3, 16.0, 2, 2),
-    ring_row(Reads::kAny, kMaxSources, kUnbounded, 3, 1),
+    ring_row(Reads::kEarly, 5, 0.75, 2, 1, 6),
+    ring_row(Reads::kEarly, kMaxSources, 0.75, 3, 1),
+    ring_row(Reads::kAny, 5, 1.0, 2, 1, 4),
+    ring_row(Reads::kAny, kMaxSources, 1.0, 3, 1, 6),
+    ring_row(Reads::kAny, 2, 16.0, 2, 2, 6),
+    ring_row(Reads::kAny, 6, 2.0, 2, 2, 6),
+    ring_row(Reads::kEarly, kMaxSources, 2.0, 3, 1, 8),
+    ring_row(Reads::kAny, kMaxSources, 2.0, 2, 2, 6),
+    ring_row(Reads::kAny, 3, 3.0, 3, 1, 4),
+    ring_row(Reads::kAny, kMaxSources, 3.0, 3, 1, 6),
+    ring_row(Reads::kAny, 5, 4.5, 2, 2, 8),
+    ring_row(Reads::kAny, 2, kUnbounded, 1, 2, 4),
+    ring_row(Reads::kAny, 3, kUnbounded, 3, 1, 4),
+    ring_row(Reads::kAny, 5, kUnbounded, 2, 2, 6),
+    ring_row(Reads::kAny, kMaxSources, kUnbounded, 3, 1, 6),
 };
 
-// How many rows an SM keeps in flight once blocks work through several entries. More only push one another,
-// and the rows about to be written back, out of L2. H200, NC = 3, T = 8192: 1 block 148 us with 4 rows, 159
-// with 6, 161 with 15; 4 blocks 222 with 6, 226 with 8. T = 1024, 8 blocks: 44.6 with 8, 45.5 with 15.
-struct RingDepth {
-  int max_sources;            // N <= this
-  double min_entries_per_sm;  // T / SMs >= this
-  int rows_per_sm;
+// Calls whose tokens share bank entries (B > 1), same machine and day: B = 2, T = 4096: 8 blocks 223.4 with six
+// rows, 225.4 with eight; 4 blocks 171.0 with four, 181.1 with six; 1 block 133.2 with four, 138.9 with six.
+inline constexpr PlanRow kHopperSharedPlan[] = {
+    ring_row(Reads::kAny, kMaxSources, 1.0, 3, 1),
+    ring_row(Reads::kAny, 5, kUnbounded, 3, 1, 4),
+    ring_row(Reads::kAny, kMaxSources, kUnbounded, 3, 1, 6),
 };
-inline constexpr RingDepth kHopperRingDepth[] = {{3, 16.0, 4}, {6, 4.5, 6}, {kMaxSources, 4.5, 8}};
 
-// Derived, not measured: no such GPU was at hand. The kernels use an SM of these parts as one of Hopper's,
-// so batches of as many tokens per SM take the same rows.
+// Derived, not measured: no such GPU was at hand. Small batches take the rows of 9.0, by tokens per SM. Long ones
+// take the kernel that keeps an SM busiest, for these parts feed an SM faster: with the bank in L2, a token of 8
+// blocks costs an SM of the H200 3.4 with NC = 2 x 2 blocks, 3.8 with NC = 3 and 3.8 with NC = 1 x 2. More rows in
+// flight than there, since each SM's share of the memory's latency times bandwidth is larger.
 inline constexpr PlanRow kBlackwellPlan[] = {
     cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
     cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),

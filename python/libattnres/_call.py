@@ -52,18 +52,22 @@ class Plan:
         Thread blocks per multiprocessor of the ring kernel: 1 or 2.
     cluster_size : int, optional
         Thread blocks per token of the cluster kernel.
+    rows_in_flight : int, optional
+        Rows that the ring kernel fetches ahead on a multiprocessor at most; at least 2 per thread block, and
+        ``rows_per_stage``. It changes no bit of the result.
     """
 
     kernel: Literal["ring", "cluster"] | None = None
     rows_per_stage: int | None = None
     ctas_per_sm: int | None = None
     cluster_size: int | None = None
+    rows_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what the C ABI has no number for."""
         if self.kernel not in KERNELS:
             raise ValueError(f"plan.kernel: expected 'ring', 'cluster' or None, got {self.kernel!r}")
-        for name in ("rows_per_stage", "ctas_per_sm", "cluster_size"):
+        for name in ("rows_per_stage", "ctas_per_sm", "cluster_size", "rows_in_flight"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -79,6 +83,7 @@ class Plan:
             self.rows_per_stage or 0,
             self.ctas_per_sm or 0,
             self.cluster_size or 0,
+            self.rows_in_flight or 0,
         ]
 
 

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which row of the plan serves a call, and that a batch-invariant call's kernel does not follow from its batch.
+#include <algorithm>
+#include <utility>
+
 #include "error.hpp"
 #include "plan_choice.hpp"
 #include "test_runner.hpp"
@@ -75,6 +78,24 @@ TEST_CASE(overrides_choose_the_kernel_and_replace_columns) {
   EXPECT(refusal(args).find("kernel: expected the cluster kernel") == 0);
 }
 
+TEST_CASE(rows_in_flight_come_from_the_row_or_the_call) {
+  constexpr PlanRow kDeep[] = {ring_row(Reads::kAny, 9, 1.0, 3, 1),
+                               ring_row(Reads::kAny, 9, kUnbounded, 2, 2, 6)};
+  attnres_forward_args args = call(101, 2);
+  EXPECT_EQ(choose_row(args, kDeep, kSms).rows_in_flight, 6);
+  args.batch_invariant = 1;
+  EXPECT_EQ(choose_row(args, kDeep, kSms).rows_in_flight, 6);
+  args.batch_invariant = 0;
+  args.rows_in_flight = 8;
+  EXPECT_EQ(choose_row(args, kDeep, kSms).rows_in_flight, 8);
+  EXPECT_EQ(choose_row(call(100, 2), kDeep, kSms).rows_in_flight, 0);
+  args = call(1, 2);
+  args.rows_in_flight = 8;  // a column of the ring kernel, which is then the one that is meant
+  EXPECT(choose(args) == ring_row(Reads::kAny, 5, kUnbounded, 1, 2, 8));
+  args.cluster_size = 2;
+  EXPECT(refusal(args).find("kernel: expected the cluster kernel") == 0);
+}
+
 TEST_CASE(tokens_that_share_a_bank_entry_take_the_ring_kernel) {
   attnres_forward_args args = call(1, 2);
   args.num_tokens = 2;
@@ -94,7 +115,7 @@ TEST_CASE(batch_invariant_kernel_does_not_follow_from_the_batch) {
             args.num_tokens *= prefixes;
             args.batch_invariant = 1;
             EXPECT(same_kernel(choose_row(args, kTable, sms), wanted));
-            EXPECT(same_kernel(choose_row(args, builtin_plan(10), sms), wanted));
+            EXPECT(same_kernel(choose_row(args, builtin_plan(10, prefixes > 1), sms), wanted));
           }
         }
       }
@@ -135,8 +156,8 @@ TEST_CASE(batch_invariant_override_must_name_the_kernel_in_full) {
 }
 
 TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
-  for (const int major : {9, 10}) {
-    const std::span<const PlanRow> table = builtin_plan(major);
+  for (const auto& [major, shares] : {std::pair{9, false}, {9, true}, {10, false}, {10, true}}) {
+    const std::span<const PlanRow> table = builtin_plan(major, shares);
     EXPECT(table.back().reads == Reads::kAny);
     EXPECT_EQ(table.back().max_sources, kMaxSources);
     EXPECT_EQ(table.back().max_entries_per_sm, kUnbounded);
@@ -146,6 +167,9 @@ TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
       EXPECT_EQ(row.rows_per_stage != 0, row.kernel == ATTNRES_KERNEL_RING);
       EXPECT_EQ(row.ctas_per_sm != 0, row.kernel == ATTNRES_KERNEL_RING);
       EXPECT_EQ(row.cluster_size != 0, row.kernel == ATTNRES_KERNEL_CLUSTER);
+      // A plan never asks for fewer slots than its blocks hold at once.
+      EXPECT(row.rows_in_flight == 0 ||
+             row.rows_in_flight >= std::max(2, row.rows_per_stage) * row.ctas_per_sm);
     }
   }
 }

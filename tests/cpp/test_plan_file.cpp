@@ -94,7 +94,8 @@ TEST_CASE(every_column_is_read) {
   const PlanFile file = parse(
       "\n  # Comment.\r\nlibattnres-plan 1\r\n\n" + kDevice +
       "\trow  kernel=cluster cluster_size=4\treads=after_wait max_sources=5 max_entries=24  \n"
-      "row reads=early max_sources=9 max_entries=264 kernel=ring rows_per_stage=3 ctas_per_sm=1\n"
+      "row reads=early max_sources=9 max_entries=264 kernel=ring rows_per_stage=3 ctas_per_sm=1 "
+      "rows_in_flight=6\n"
       "#row\n" +
       kLast + "device num_sms=148 compute_capability=10.3\n" + kLast);
   EXPECT_EQ(file.size(), size_t{2});
@@ -106,7 +107,7 @@ TEST_CASE(every_column_is_read) {
   EXPECT_EQ(h200.line, 5);
   EXPECT_EQ(h200.rows.size(), size_t{3});
   EXPECT(h200.rows[0] == cluster_row(Reads::kAfterWait, 5, 24.0 / 132, 4));
-  EXPECT(h200.rows[1] == ring_row(Reads::kEarly, 9, 264.0 / 132, 3, 1));
+  EXPECT(h200.rows[1] == ring_row(Reads::kEarly, 9, 264.0 / 132, 3, 1, 6));
   EXPECT(h200.rows[2] == ring_row(Reads::kAny, 9, kUnbounded, 2, 2));
   EXPECT_EQ(file[1].compute_minor, 3);
   EXPECT_EQ(file[1].device_name, "");
@@ -146,13 +147,13 @@ TEST_CASE(unknown_lines_and_keys_are_refused) {
                      "expected a line that starts with device, row or #, got 'include'");
   expect_row_refused("row reads=any speed=3",
                      "expected a key among reads, max_sources, max_entries, kernel, "
-                     "rows_per_stage, ctas_per_sm, cluster_size, got 'speed'");
+                     "rows_per_stage, ctas_per_sm, rows_in_flight, cluster_size, got 'speed'");
   expect_row_refused("row reads=any reads=early", "reads: expected once, got it twice");
   expect_row_refused("row reads", "expected key=value, got 'reads'");
   expect_row_refused("row reads =any", "expected key=value, got 'reads'");
   expect_row_refused("row =any",
                      "expected a key among reads, max_sources, max_entries, kernel, "
-                     "rows_per_stage, ctas_per_sm, cluster_size, got ''");
+                     "rows_per_stage, ctas_per_sm, rows_in_flight, cluster_size, got ''");
   expect_row_refused("row reads=any", "max_sources: expected a value, got none");
   expect_refused(kHeader + kDevice + kLast + kDevice + kLast, 4,
                  "device: expected each once, got the one of line 2 again");

@@ -58,21 +58,37 @@ def test_candidates_are_what_is_compiled_for_the_call() -> None:
     ]
     assert plan_search.candidates(compiled, 7168, 9) == [
         CLUSTER7,
-        Candidate("ring", 2, 1),
-        RING2,
-        RING3,
-        Candidate("ring", 3, 2),
+        *(Candidate("ring", 2, 1, rows_in_flight=rows) for rows in (0, 4, 6, 8)),
+        *(Candidate("ring", 2, 2, rows_in_flight=rows) for rows in (0, 4, 6, 8)),
+        *(Candidate("ring", 3, 1, rows_in_flight=rows) for rows in (0, 4, 6, 8)),
+        *(Candidate("ring", 3, 2, rows_in_flight=rows) for rows in (0, 6, 8)),
     ]
     assert plan_search.candidates(compiled, 7168, 2) == []
 
 
-def test_candidates_name_the_kernel_of_a_plan() -> None:
-    launch: Any = {**permutation(), "ctas_per_sm": 2}
-    assert Candidate.of(launch) == RING2
-    assert RING2.plan() == libattnres.Plan("ring", rows_per_stage=2, ctas_per_sm=2)
-    launch = {**permutation(kernel="cluster", rows_per_stage=0, cluster_size=4), "ctas_per_sm": 0}
-    assert Candidate.of(launch) == CLUSTER4
-    assert CLUSTER4.plan() == libattnres.Plan("cluster", cluster_size=4)
+def test_equal_launches_are_measured_once() -> None:
+    def launched(plan: libattnres.Plan | None, fits: int = 5) -> Any:
+        plan = plan or libattnres.Plan("ring", rows_per_stage=2, ctas_per_sm=1, rows_in_flight=3)
+        if plan.kernel == "cluster":
+            shape = {"rows_per_stage": 0, "ctas_per_sm": 0, "ring_rows": 0, "cluster_size": plan.cluster_size}
+            return permutation(kernel="cluster", **shape)
+        if plan.ctas_per_sm == 2:
+            return None  # not compiled
+        rows = min(fits, plan.rows_in_flight or fits)
+        return permutation(rows_per_stage=plan.rows_per_stage, ctas_per_sm=1, ring_rows=rows)
+
+    deep = Candidate("ring", 2, 1)
+    four = Candidate("ring", 2, 1, rows_in_flight=4)
+    six = Candidate("ring", 2, 1, rows_in_flight=6)
+    present = Candidate("ring", 2, 1, rows_in_flight=3)
+    # Six rows do not fit, so that launch is the one with as many as fit.
+    assert plan_search.distinct([CLUSTER4, deep, four, six, RING2], launched) == (
+        [CLUSTER4, deep, present, four],
+        present,
+    )
+    assert plan_search.distinct([deep, four], lambda plan: launched(plan, 3)) == ([deep], deep)
+    with pytest.raises(libattnres.UnsupportedError):
+        plan_search.distinct([], lambda _: None)
 
 
 def test_the_fastest_of_each_size_is_taken_and_sizes_between_are_split() -> None:
@@ -225,6 +241,11 @@ def plan_with_file(path: Path | str, arguments: list[Any]) -> Any:
     return json.loads(result.stdout)
 
 
+def kernel_of(plan: Any) -> Candidate:
+    """A launch without the depth of its ring."""
+    return Candidate(plan["kernel"], plan["rows_per_stage"], plan["ctas_per_sm"], plan["cluster_size"])
+
+
 @pytest.fixture
 def native_target() -> tuple[int, int]:
     """Compute capability of a GPU that the library was built for."""
@@ -243,10 +264,10 @@ def test_the_library_takes_the_plan_of_a_file(
     path.write_text(render(rows, Device("a GPU", native_target, 100)))
     arguments = [*call.core_args(), *native_target, 100]
     builtin = plan_with_file("", arguments)
-    assert Candidate.of(plan_with_file(path, arguments)) == RING1
+    assert kernel_of(plan_with_file(path, arguments)) == RING1
     more = list(arguments)
     more[_core.CALL_FIELDS.index("num_blocks")] = 4
-    assert Candidate.of(plan_with_file(path, more)) == CLUSTER4
+    assert kernel_of(plan_with_file(path, more)) == CLUSTER4
     # Another GPU keeps the built-in plan, and a batch-invariant call its kernel.
     assert plan_with_file(path, [*arguments[:-1], 101])["kernel"] == builtin["kernel"]
     invariant = checked_call(*make_case(num_tokens=30, hidden_size=7168).arguments, None, "early", True)

@@ -99,6 +99,7 @@ typedef struct attnres_forward_args {
   int32_t rows_per_stage; /* NC of the ring kernel: 1, 2 or 3 */
   int32_t ctas_per_sm;    /* residency of the ring kernel: 1 or 2 */
   int32_t cluster_size;   /* thread blocks per token of the cluster kernel */
+  int32_t rows_in_flight; /* rows that the ring kernels of an SM fetch ahead at most, >= 2 */
 
   /* Of attnres_forward_host: 0 for LIBATTNRES_NUM_THREADS, or one per available core. */
   int32_t num_threads;
@@ -107,7 +108,6 @@ typedef struct attnres_forward_args {
    * LIBATTNRES_BATCH_INVARIANT says (0 or 1; unset: 0). attnres_forward then takes a ring kernel that
    * depends on num_blocks alone, or the one that the overrides name. attnres_forward_host always is. */
   int32_t batch_invariant;
-  int32_t reserved; /* 0 */
 } attnres_forward_args;
 
 #define ATTNRES_FORWARD_ARGS_INIT               \

@@ -83,6 +83,7 @@ struct PlanOverrides {
   std::int32_t rows_per_stage = 0;
   std::int32_t ctas_per_sm = 0;
   std::int32_t cluster_size = 0;
+  std::int32_t rows_in_flight = 0;
 };
 
 // One call, for designated initialisers. H is the size of norm_weight, M and T are the views'
@@ -158,6 +159,7 @@ struct ForwardArgs {
     args.rows_per_stage = overrides.rows_per_stage;
     args.ctas_per_sm = overrides.ctas_per_sm;
     args.cluster_size = overrides.cluster_size;
+    args.rows_in_flight = overrides.rows_in_flight;
     args.num_threads = num_threads;
     if (batch_invariant) args.batch_invariant = *batch_invariant ? 1 : -1;
     return args;

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import libattnres
 from libattnres._records import Permutation, PlanInfo
 
 __all__ = [
+    "DEPTHS",
     "MAX_SOURCES",
     "READS",
     "TOLERANCE",
@@ -20,6 +21,7 @@ __all__ = [
     "Row",
     "build_rows",
     "candidates",
+    "distinct",
     "find_row",
     "render",
 ]
@@ -27,6 +29,10 @@ __all__ = [
 MAX_SOURCES = 9
 READS = {"after_wait": "wait", "early": "early"}
 """When bank rows are read, and the PDL mode to measure it in."""
+DEPTHS = (4, 6, 8)
+"""Rows in flight per SM that the ring kernel is tried with, beside as many as fit."""
+UNLIMITED_ROWS = 1024
+"""More than any ring holds: an override of a call cannot say 'as many as fit' otherwise."""
 TOLERANCE = 0.02
 """Kernels whose times differ by less than this fraction count as equally fast."""
 
@@ -39,30 +45,32 @@ class Candidate:
     rows_per_stage: int = 0
     ctas_per_sm: int = 0
     cluster_size: int = 0
-
-    @classmethod
-    def of(cls, plan: PlanInfo) -> Candidate:
-        """What the library would launch."""
-        if plan["kernel"] == "ring":
-            return cls("ring", plan["rows_per_stage"], plan["ctas_per_sm"])
-        return cls("cluster", cluster_size=plan["cluster_size"])
+    rows_in_flight: int = 0
+    """0 for as many as fit."""
 
     def plan(self) -> libattnres.Plan:
         """The same as the overrides of a call."""
         if self.kernel == "ring":
-            return libattnres.Plan("ring", rows_per_stage=self.rows_per_stage, ctas_per_sm=self.ctas_per_sm)
+            return libattnres.Plan(
+                "ring",
+                rows_per_stage=self.rows_per_stage,
+                ctas_per_sm=self.ctas_per_sm,
+                rows_in_flight=self.rows_in_flight or UNLIMITED_ROWS,
+            )
         return libattnres.Plan("cluster", cluster_size=self.cluster_size)
 
     def columns(self) -> str:
         """The same in a row of a plan file."""
         if self.kernel == "ring":
-            return f"kernel=ring rows_per_stage={self.rows_per_stage} ctas_per_sm={self.ctas_per_sm}"
+            depth = f" rows_in_flight={self.rows_in_flight}" if self.rows_in_flight else ""
+            return f"kernel=ring rows_per_stage={self.rows_per_stage} ctas_per_sm={self.ctas_per_sm}{depth}"
         return f"kernel=cluster cluster_size={self.cluster_size}"
 
     def __str__(self) -> str:
         """For a table."""
         if self.kernel == "ring":
-            return f"ring {self.rows_per_stage} x {self.ctas_per_sm}"
+            depth = f" / {self.rows_in_flight}" if self.rows_in_flight else ""
+            return f"ring {self.rows_per_stage} x {self.ctas_per_sm}{depth}"
         return f"cluster {self.cluster_size}"
 
 
@@ -120,10 +128,58 @@ def candidates(permutations: Iterable[Permutation], hidden_size: int, num_source
         ):
             continue
         if entry["kernel"] == "ring":
-            found |= {Candidate("ring", entry["rows_per_stage"], ctas) for ctas in (1, 2)}
+            rows = entry["rows_per_stage"]
+            found |= {
+                Candidate("ring", rows, ctas, rows_in_flight=depth)
+                for ctas in (1, 2)
+                for depth in (0, *DEPTHS)
+                if depth == 0 or depth >= max(2, rows) * ctas
+            }
         else:
             found.add(Candidate("cluster", cluster_size=entry["cluster_size"]))
     return sorted(found)
+
+
+def distinct(
+    found: Iterable[Candidate], launched: Callable[[libattnres.Plan | None], PlanInfo | None]
+) -> tuple[list[Candidate], Candidate]:
+    """One candidate for each different launch, and the one that the plan in force takes.
+
+    Parameters
+    ----------
+    found : iterable
+        In ascending order, so that of equal launches the one with as many rows as fit is kept.
+    launched : callable
+        What the library would launch under an override, or under none; None when it cannot.
+    """
+    by_launch: dict[tuple[object, ...], Candidate] = {}
+    for candidate in found:
+        info = launched(candidate.plan())
+        if info is not None:
+            by_launch.setdefault(launch_of(info), candidate)
+    present = launched(None)
+    if present is None:
+        raise libattnres.UnsupportedError("native: expected a plan for a call of this size, got none")
+    taken = Candidate(
+        present["kernel"],
+        present["rows_per_stage"],
+        present["ctas_per_sm"],
+        present["cluster_size"],
+        present["ring_rows"] * present["ctas_per_sm"],
+    )
+    taken = by_launch.setdefault(launch_of(present), taken)
+    return sorted(by_launch.values()), taken
+
+
+def launch_of(info: PlanInfo) -> tuple[object, ...]:
+    """What tells one launch from another."""
+    return (
+        info["kernel"],
+        info["rows_per_stage"],
+        info["ctas_per_sm"],
+        info["cluster_size"],
+        info["ring_rows"],
+    )
 
 
 def build_rows(times: Times, present: Mapping[Cell, Candidate], tolerance: float = TOLERANCE) -> list[Row]:

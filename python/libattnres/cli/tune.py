@@ -17,6 +17,7 @@ import torch
 
 import libattnres
 from libattnres import timing
+from libattnres._records import PlanInfo
 from libattnres.cli import metadata
 from libattnres.cli.console import Console
 from libattnres.cli.plan_search import (
@@ -28,6 +29,7 @@ from libattnres.cli.plan_search import (
     Row,
     build_rows,
     candidates,
+    distinct,
     find_row,
     render,
 )
@@ -117,17 +119,21 @@ def measure(
         repeats = timing.repeats(shape.num_bytes, sets)
         for reads, pdl in READS.items():
             cell = Cell(reads, shape.num_blocks + 1, shape.num_bank_tokens)
-            explanation = libattnres.explain(
-                *arguments[0], out=buffers.out[0], backend="native", pdl=pdl, batch_invariant=False
+
+            def launched(plan: libattnres.Plan | None, pdl: str = pdl) -> PlanInfo | None:
+                return libattnres.explain(
+                    *arguments[0],
+                    out=buffers.out[0],
+                    backend="native",
+                    pdl=pdl,
+                    plan=plan,
+                    batch_invariant=False,
+                ).plan
+
+            tried, present[cell] = distinct(
+                candidates(libattnres.permutations(), shape.hidden_size, cell.num_sources), launched
             )
-            if explanation.plan is None:
-                raise libattnres.UnsupportedError(f"native: {explanation.reasons['native']}")
-            present[cell] = Candidate.of(explanation.plan)
-            tried = {
-                *candidates(libattnres.permutations(), shape.hidden_size, cell.num_sources),
-                present[cell],
-            }
-            times[cell] = measure_cell(sorted(tried), buffers, arguments, judge, pdl, repeats)
+            times[cell] = measure_cell(tried, buffers, arguments, judge, pdl, repeats)
         del buffers, arguments, judge
     return times, present
 
