@@ -25,6 +25,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -120,18 +121,32 @@ class Outcome:
         }
 
 
+@functools.cache
+def toolkit() -> Path:
+    """The folder of the CUDA toolkit, from the compiler itself: the one on PATH may be a wrapper."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    plan = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    if found is None:
+        raise FileNotFoundError(f"nvcc: expected one that says where its toolkit is, got {nvcc}")
+    return Path(found[1].strip()).resolve()
+
+
 def find_tool(name: str) -> str:
-    """A program of the CUDA toolkit: on PATH, in CUDA_HOME, or where Triton brings one."""
-    if (path := shutil.which(name)) is not None:
-        return path
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    """A program of the CUDA toolkit: its own, on PATH, or where Triton brings one."""
+    folders = [toolkit() / "bin", toolkit() / "compute-sanitizer"]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
     for folder in folders:
-        if (folder / name).exists():
+        if (folder / name).is_file():
             return str(folder / name)
-    raise FileNotFoundError(f"{name}: expected it on PATH, in CUDA_HOME or with Triton, got none")
+    path = shutil.which(name)
+    if path is None:
+        raise FileNotFoundError(f"{name}: expected it in {toolkit()}, with Triton or on PATH, got none")
+    return path
 
 
 def find_package() -> Path:
@@ -144,8 +159,7 @@ def find_package() -> Path:
 
 def compile_tests(package: Path, folder: Path) -> tuple[Path, Path]:
     """The C++ test program against the installed library, and the program of faults."""
-    nvcc = find_tool("nvcc")
-    cuda = Path(nvcc).resolve().parent.parent
+    nvcc, cuda = find_tool("nvcc"), toolkit()
     test, faults = folder / "test_device_forward", folder / "sanitizer_faults"
     libraries = [path for name in ("lib64", "lib") if (path := cuda / name).is_dir()]
     commands = [
@@ -339,12 +353,25 @@ def check_fault(tool: str, program: Path) -> Outcome:
     outcome = run_tool(tool, program, tool)
     outcome.case = "a known fault"
     if not outcome.reported:
-        outcome.errors.append("the tool did not report it")
+        last = outcome.output.strip().splitlines()[-1:] or ["nothing"]
+        outcome.errors.append(f"the tool did not report it; it ended with: {last[0]}")
     if tool == "racecheck" and not parse_races(outcome.output)[0]:
         outcome.errors.append("its report was not understood")
     if tool != "racecheck" and not parse_reports(outcome.output):
         outcome.errors.append("its report was not understood")
     return outcome
+
+
+def show(outcome: Outcome) -> None:
+    """One line, and what was found."""
+    note = f", {outcome.set_aside} bulk copies set aside" if outcome.set_aside else ""
+    print(
+        f"{'ok' if outcome.ok else 'FAILED':<7}{outcome.tool:<10} {outcome.case}: "
+        f"{outcome.reported} reported{note} ({outcome.seconds:.0f} s)",
+        flush=True,
+    )
+    for error in outcome.errors[:KEPT]:
+        print(f"       {error}")
 
 
 def version_of(program: str) -> str:
@@ -371,28 +398,28 @@ def main() -> int:
         test, faults = compile_tests(package, Path(folder))
         test = options.binary or test
         library = options.library or package / "lib/libattnres.so"
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            pending = [pool.submit(check_fault, tool, faults) for tool in tools]
-            pending += [
-                pool.submit(check_case, tool, test, case, library) for tool in tools for case in CASES[tool]
-            ]
-            outcomes = []
+        outcomes: list[Outcome] = []
+
+        def conclude(pending: list[concurrent.futures.Future[Outcome]]) -> None:
             for future in pending:
-                outcome = future.result()
-                outcomes.append(outcome)
-                note = f", {outcome.set_aside} bulk copies set aside" if outcome.set_aside else ""
-                print(
-                    f"{'ok' if outcome.ok else 'FAILED':<7}{outcome.tool:<10} {outcome.case}: "
-                    f"{outcome.reported} reported{note} ({outcome.seconds:.0f} s)",
-                    flush=True,
-                )
-                for error in outcome.errors[:KEPT]:
-                    print(f"       {error}")
+                outcomes.append(future.result())
+                show(outcomes[-1])
                 if options.logs is not None:
                     options.logs.mkdir(parents=True, exist_ok=True)
-                    (options.logs / f"{outcome.tool}-{outcome.case.replace(' ', '_')}.txt").write_text(
-                        outcome.output
-                    )
+                    name = f"{outcomes[-1].tool}-{outcomes[-1].case.replace(' ', '_')}.txt"
+                    (options.logs / name).write_text(outcomes[-1].output)
+
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            conclude([pool.submit(check_fault, tool, faults) for tool in tools])
+            # The silence of a tool that misses a known fault means nothing.
+            working = [outcome.tool for outcome in outcomes if outcome.ok]
+            conclude(
+                [
+                    pool.submit(check_case, tool, test, case, library)
+                    for tool in working
+                    for case in CASES[tool]
+                ]
+            )
     document = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": query_gpu("name"),

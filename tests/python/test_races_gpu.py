@@ -44,8 +44,8 @@ def poisoned(case: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def hostile() -> Any:
-    """The hostile kernels, compiled: nothing may be compiled between two launches of a test."""
+def hostile() -> Iterator[Any]:
+    """The hostile kernels, compiled, and a stream of their own: nothing may come between a test's launches."""
     if (reason := libattnres.probe().backends["triton"]) is not None:
         pytest.skip(reason)
     if torch.cuda.get_device_capability() < (9, 0):
@@ -58,7 +58,9 @@ def hostile() -> Any:
         for source, destination in ((rows, rows), (rows, bank[:, 0]), (bank[:, 0], rows)):
             hostile_kernels.late_copy(source, destination, waits=waits, nanoseconds=nanoseconds)
     torch.cuda.synchronize()
-    return hostile_kernels
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield hostile_kernels
+    torch.cuda.synchronize()
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ Change = tuple[str, str, str]
 WAIT_FOR_SLOT = "ptx::mbarrier_wait(shared.empty(cursor.slot), cursor.parity);"
 WAIT_FOR_ROW = "ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);"
 TRY_ROW = '"mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n"'
-TAKE_CHUNK = "for (int r = 0; r < kRows; ++r) take_row(rows[r]);\n    release_rows(first, kRows);"
+TAKE_CHUNK = "#pragma unroll\n    for (int r = 0; r < kRows; ++r) take_row(rows[r]);\n"
+RELEASE_CHUNK = "    release_rows(first, kRows);\n"
 TAKE_DELTA = "take_row(delta);\n      release_rows(first, 2);"
 
 WIDENED: tuple[Change, ...] = (
@@ -49,7 +50,7 @@ MUTATIONS: dict[str, tuple[Change, ...]] = {
     "a slot is filled before it was handed back": ((RING, WAIT_FOR_SLOT, ""),),
     "a row is read before it has arrived": ((RING, WAIT_FOR_ROW, ""),),
     "a chunk's slots are handed back before they are read": (
-        (RING, TAKE_CHUNK, "release_rows(first, kRows); for (int r = 0; r < kRows; ++r) take_row(rows[r]);"),
+        (RING, TAKE_CHUNK + RELEASE_CHUNK, RELEASE_CHUNK + TAKE_CHUNK),
     ),
     "the prefix's slots are handed back before they are read": (
         (RING, "take_row(row);\n    if (T::kStaticCommonPath", "\n    if (T::kStaticCommonPath"),
