@@ -83,6 +83,7 @@ def bad_single_source() -> None:
 
     arguments = make(Call(num_blocks=0, has_delta=False, has_output_norm=False))
     arguments.prefix[1, 3] = math.inf
+    arguments.prefix[2, :2] = torch.tensor([-0.0, 0.0])
     arguments.run(backend.forward)
     assert reference.same_bits(arguments.out, arguments.prefix)
 

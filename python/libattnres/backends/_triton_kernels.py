@@ -148,7 +148,8 @@ def forward_kernel(
 
     maximum = float("-inf")
     total = 0.0
-    mixed = tl.zeros_like(query)
+    # Of -0.0, which Triton has no constant for: 0.0 would turn the zeros of a single source positive.
+    mixed = tl.full([BLOCK], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
     for index in tl.range(0, num_blocks, num_stages=STAGES):
         row_ptr = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride
         values = _widen(_load(row_ptr + columns, inside, MASKED), CONVERT_BY_HAND)
