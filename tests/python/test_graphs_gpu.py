@@ -184,13 +184,13 @@ assert reference.same_bits(blocks, expected.blocks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize(
-    ("tokens", "num_blocks", "write", "pdl"),
+    ("tokens", "num_blocks", "write", "pdl", "mode"),
     [
-        (3, 8, -1, "wait"),  # cluster kernel
-        (700, 8, 2, "wait"),  # ring kernel: its shared-memory limit is raised within the capture
-        (700, 3, -1, "early"),
+        (3, 8, -1, "wait", "global"),  # cluster kernel
+        (700, 8, 2, "wait", "global"),  # ring kernel: its shared-memory limit is raised within the capture
+        (700, 3, -1, "early", "thread_local"),
+        (700, 8, -1, "off", "relaxed"),
     ],
 )
 def test_a_cold_capture_records_the_call(

@@ -45,7 +45,7 @@ def poisoned(case: Any) -> torch.Tensor:
 
 @pytest.fixture
 def hostile() -> Iterator[Any]:
-    """The hostile kernels, compiled, and a stream of their own: nothing may come between a test's launches."""
+    """The hostile kernels, compiled, and a stream of their own: nothing comes between a test's launches."""
     if (reason := libattnres.probe().backends["triton"]) is not None:
         pytest.skip(reason)
     if torch.cuda.get_device_capability() < (9, 0):
