@@ -21,8 +21,9 @@ constexpr int kMaxDevices = 256;
 constexpr int kMaxBlockSharedMemory = 232448;  // of 9.0, 10.0 and 10.3
 
 struct DeviceState {
-  std::once_flag probed;
-  attnres_probe_info info{};
+  std::mutex probing;
+  std::atomic<bool> probed = false;
+  attnres_probe_info info{};  // once `probed`
   std::mutex preparing;
   std::unique_ptr<std::atomic<bool>[]> ready =
       std::make_unique<std::atomic<bool>[]>(instances().size());
@@ -90,6 +91,26 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Whether the machine may do later what it refuses now.
+bool may_pass(cudaError_t code) {
+  return code == cudaErrorMemoryAllocation || code == cudaErrorDevicesUnavailable;
+}
+
+// Loads a kernel on `device`. Not by CurrentDevice, which asks the probe what a failure means.
+cudaError_t find_kernel(int device) {
+  const RelaxedCapture relaxed;
+  int current = 0;
+  cudaError_t code = cudaGetDevice(&current);
+  if (code != cudaSuccess) return code;
+  if (device != current) code = cudaSetDevice(device);
+  cudaFuncAttributes attributes;
+  if (code == cudaSuccess) {
+    code = cudaFuncGetAttributes(&attributes, instances().front().function());
+  }
+  if (device != current) cudaSetDevice(current);
+  return code;
+}
+
 // Fills `info` or says in `info.reason` why the native kernels cannot run.
 void fill_probe(attnres_probe_info& info) {
   info.struct_size = sizeof(info);
@@ -133,13 +154,11 @@ void fill_probe(attnres_probe_info& info) {
     return;
   }
   // The runtime has the last word on whether a kernel exists for this device.
-  const CurrentDevice current(info.device);
-  const RelaxedCapture relaxed;
-  cudaFuncAttributes attributes;
-  const cudaError_t found = cudaFuncGetAttributes(&attributes, instances().front().function());
+  const cudaError_t found = find_kernel(info.device);
   if (found != cudaSuccess) {
     cudaGetLastError();
     set_text(info.reason, "the CUDA runtime finds no kernel for this device: " + describe(found));
+    if (may_pass(found)) set_text(info.target, target);
     return;
   }
   set_text(info.target, target);
@@ -156,6 +175,22 @@ attnres_probe_info probe_now(int device) {
     set_text(info.reason, error.message);
   }
   return info;
+}
+
+// A device has a compiled target and yet no kernel: what may pass, and is not kept.
+bool is_passing(const attnres_probe_info& info) {
+  return info.native == 0 && info.target[0] != '\0';
+}
+
+attnres_probe_info ask(DeviceState& state, int device) {
+  const std::lock_guard lock(state.probing);
+  if (!state.probed.load(std::memory_order_relaxed)) {
+    const attnres_probe_info info = probe_now(device);
+    if (is_passing(info)) return info;
+    state.info = info;
+    state.probed.store(true, std::memory_order_release);
+  }
+  return state.info;
 }
 
 // The probe says better than an error code what a machine lacks: a driver, a newer one, such a device.
@@ -193,7 +228,10 @@ CurrentDevice::~CurrentDevice() {
 
 const attnres_probe_info& probe_cached(int device) {
   DeviceState& state = state_of(device);
-  std::call_once(state.probed, [&] { state.info = probe_now(device); });
+  if (!state.probed.load(std::memory_order_acquire)) {
+    const attnres_probe_info info = ask(state, device);
+    if (is_passing(info)) fail(ATTNRES_CUDA_ERROR, info.reason);
+  }
   return state.info;
 }
 
@@ -222,7 +260,8 @@ attnres_probe_info probe(int device) {
     cudaGetLastError();
   }
   // No device has such an ordinal, so nothing is kept for it.
-  attnres_probe_info info = device < kMaxDevices ? probe_cached(device) : probe_now(device);
+  attnres_probe_info info =
+      device < kMaxDevices ? ask(state_of(device), device) : probe_now(device);
   if (info.native != 0) {
     set_text(info.plan,
              plan_source({info.compute_major, info.compute_minor, info.num_sms, info.device_name}));

@@ -23,10 +23,14 @@ struct FakeDevice {
   const char* name;
 };
 
-// The third has no kernel in the registry's targets.
-constexpr std::array<FakeDevice, 4> kDevices = {
-    {{9, 0, 132, "Hopper"}, {10, 0, 148, "Blackwell"}, {8, 9, 142, "Ada"}, {9, 0, 16, "Slice"}}};
-constexpr int kHopper = 0, kBlackwell = 1, kAda = 2, kSlice = 3;
+// The registry's targets leave out the third; the last two are for what fails while a device is probed.
+constexpr std::array<FakeDevice, 6> kDevices = {{{9, 0, 132, "Hopper"},
+                                                 {10, 0, 148, "Blackwell"},
+                                                 {8, 9, 142, "Ada"},
+                                                 {9, 0, 16, "Slice"},
+                                                 {9, 0, 132, "Full"},
+                                                 {9, 0, 132, "Broken"}}};
+constexpr int kHopper = 0, kBlackwell = 1, kAda = 2, kSlice = 3, kFull = 4, kBroken = 5;
 
 struct Launch {
   const void* function;
@@ -41,7 +45,8 @@ struct Record {
   std::map<std::pair<const void*, int>, int> loads, limits;  // by function and device
   std::vector<Launch> launches;
   std::map<int, int> property_queries;  // by device
-  cudaError_t next_load = cudaSuccess, next_limit = cudaSuccess, next_launch = cudaSuccess;
+  cudaError_t next_device = cudaSuccess, next_load = cudaSuccess, next_limit = cudaSuccess,
+              next_launch = cudaSuccess;
 };
 Record record;
 thread_local int current_device = 0;
@@ -84,6 +89,8 @@ cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= static_cast<int>(kDevices.size())) {
     return result(cudaErrorInvalidDevice);
   }
+  const std::lock_guard lock(record.mutex);
+  if (take(record.next_device) != cudaSuccess) return last_error;
   current_device = device;
   return cudaSuccess;
 }
@@ -289,7 +296,7 @@ TEST_CASE(an_error_of_earlier_work_is_called_that) {
 
 TEST_CASE(each_device_is_probed_as_itself_and_once) {
   for (int round = 0; round < 3; ++round) {
-    for (int device = 0; device < static_cast<int>(kDevices.size()); ++device) {
+    for (const int device : {kHopper, kBlackwell, kAda, kSlice}) {
       const attnres_probe_info info = attnres::probe(device);
       EXPECT_EQ(info.device, device);
       EXPECT_EQ(info.compute_major, kDevices[device].major);
@@ -304,11 +311,46 @@ TEST_CASE(each_device_is_probed_as_itself_and_once) {
   EXPECT_EQ(std::string(attnres::probe(kBlackwell).target), "100a");
   EXPECT_EQ(std::string(attnres::probe(kAda).target), "");
   EXPECT(std::string(attnres::probe(kAda).reason).find("8.9") != std::string::npos);
-  for (const auto& [device, queries] : record.property_queries) EXPECT_EQ(queries, 1);
+  for (const int device : {kHopper, kBlackwell, kAda, kSlice}) {
+    EXPECT_EQ(record.property_queries[device], 1);
+  }
+}
+
+TEST_CASE(a_device_without_memory_for_a_kernel_is_asked_again) {
+  const auto call = [] { attnres::device_forward(call_on(kFull, ATTNRES_KERNEL_RING), nullptr); };
+  for (cudaError_t* failure : {&record.next_device, &record.next_load}) {
+    for (const cudaError_t code : {cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable}) {
+      *failure = code;
+      const attnres_probe_info info = attnres::probe(kFull);
+      EXPECT_EQ(info.native, 0);
+      EXPECT(std::string(info.reason).find("an error of the test") != std::string::npos);
+      EXPECT_EQ(current_device, 0);
+      EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    }
+  }
+  record.next_load = cudaErrorMemoryAllocation;
+  EXPECT_EQ(outcome_of(call).first, ATTNRES_CUDA_ERROR);
+  EXPECT_EQ(current_device, 0);
+  EXPECT_EQ(outcome_of(call).first, ATTNRES_OK);
+  EXPECT_EQ(attnres::probe(kFull).native, 1);
+}
+
+TEST_CASE(a_device_that_no_kernel_suits_is_not_asked_again) {
+  record.next_load = cudaErrorNoKernelImageForDevice;
+  for (int round = 0; round < 3; ++round) {
+    const attnres_probe_info info = attnres::probe(kBroken);
+    EXPECT_EQ(info.native, 0);
+    EXPECT_EQ(std::string(info.target), "");
+    EXPECT_EQ(outcome_of([] {
+                attnres::device_forward(call_on(kBroken, ATTNRES_KERNEL_RING), nullptr);
+              }).first,
+              ATTNRES_UNSUPPORTED);
+  }
+  EXPECT_EQ(record.property_queries[kBroken], 1);
 }
 
 TEST_CASE(devices_that_are_not_there_are_named) {
-  for (const int device : {4, 255, 256, 100000}) {
+  for (const int device : {6, 255, 256, 100000}) {
     const attnres_probe_info info = attnres::probe(device);
     EXPECT_EQ(info.native, 0);
     const std::string wanted = "no CUDA device " + std::to_string(device);

@@ -16,11 +16,22 @@ __all__ = ["device_reason", "forward", "plan", "unsupported"]
 _ALIGNMENT = 16  # bytes, of bulk copies
 
 
-@cache
+_device_reasons: dict[int, str | None] = {}
+
+
 def device_reason(device: int) -> str | None:
-    """Why no kernel runs on a CUDA device, or None; asked of the CUDA runtime once per device."""
-    info = _core.probe(device)
-    return None if info["native"] else info["reason"]
+    """Why no kernel runs on a CUDA device, or None; asked of the CUDA runtime once per device.
+
+    Only what may pass, such as want of memory for a kernel that is there, is asked again each time.
+    """
+    try:
+        return _device_reasons[device]
+    except KeyError:
+        info = _core.probe(device)
+    reason = None if info["native"] else info["reason"]
+    if info["native"] or not info["target"]:
+        _device_reasons[device] = reason
+    return reason
 
 
 @cache
