@@ -187,7 +187,8 @@ def test_report_has_what_is_needed_to_judge(document: dict[str, Any]) -> None:
 def test_report_says_what_failed(document: dict[str, Any]) -> None:
     document["passed"] = document["parts"]["races"]["passed"] = False
     document["parts"]["races"]["failures"] = ["8192 tokens: run 5: the output has other bits"]
-    document["parts"]["tune"] = {"passed": False, "failures": ["RuntimeError: lost"], "seconds": 0.1}
+    for name in ("verify", "bench", "walk", "tune"):
+        document["parts"][name] = {"passed": False, "failures": ["RuntimeError: lost"], "seconds": 0.1}
     text = certify.markdown(document)
     assert "**FAILED** in" in text
     assert "- races: 8192 tokens: run 5: the output has other bits" in text
