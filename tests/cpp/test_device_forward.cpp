@@ -4,6 +4,8 @@
 // a GPU that the library has kernels for.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "forward_case.hpp"
 #include "test_runner.hpp"
 
@@ -100,6 +102,7 @@ struct Forced {
   int32_t rows_per_stage = 0;
   int32_t ctas_per_sm = 0;
   int32_t cluster_size = 0;
+  int32_t rows_in_flight = 0;
   int32_t pdl = ATTNRES_PDL_WAIT;
 
   attnres_forward_args apply(attnres_forward_args args) const {
@@ -107,6 +110,7 @@ struct Forced {
     args.rows_per_stage = rows_per_stage;
     args.ctas_per_sm = ctas_per_sm;
     args.cluster_size = cluster_size;
+    args.rows_in_flight = rows_in_flight;
     args.pdl = pdl;
     return args;
   }
@@ -115,7 +119,8 @@ struct Forced {
     return " kernel=" + std::to_string(kernel) +
            " rows_per_stage=" + std::to_string(rows_per_stage) +
            " ctas_per_sm=" + std::to_string(ctas_per_sm) +
-           " cluster_size=" + std::to_string(cluster_size) + " pdl=" + std::to_string(pdl);
+           " cluster_size=" + std::to_string(cluster_size) +
+           " rows_in_flight=" + std::to_string(rows_in_flight) + " pdl=" + std::to_string(pdl);
   }
 };
 
@@ -181,7 +186,9 @@ void expect_permutation_is_right(const attnres_permutation& permutation) {
       forced.pdl = (permutation.num_sources + (has_delta ? 1 : 0)) % 3;
       expect_right(shape, forced, &permutation);
       if (ring && has_delta) {
+        // The smallest ring: every slot is filled again within a token.
         forced.ctas_per_sm = 1;
+        forced.rows_in_flight = std::max(2, permutation.rows_per_stage);
         expect_right(shape, forced, &permutation);
       }
     }
