@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // libattnres._core: the C ABI of attnres.h for Python. Pointers, sizes and strides in; exceptions out.
-// `forward`, `floor`, `time_forward`, `forward_host`, `check`, `plan` and `plan_for` share one list of
-// positional arguments, kFields.
+// `forward`, `floor`, `time_forward`, `time_plan`, `forward_host`, `check`, `plan` and `plan_for` share one
+// list of positional arguments, kFields.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -68,8 +68,15 @@ PyObject* launch(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return nullptr;
 }
 
+attnres_status plan_only(const attnres_forward_args* args, CUstream_st*) {
+  attnres_plan_info info;
+  info.struct_size = sizeof(info);
+  return attnres_plan(args, &info);
+}
+
 // What one C call costs its caller: a loop that no Python runs in.
-PyObject* time_forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+template <attnres_status (*Call)(const attnres_forward_args*, CUstream_st*)>
+PyObject* time_calls(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   attnres_forward_args args;
   if (!parse_call(objects, count, 2, &args)) return nullptr;
   void* stream = PyLong_AsVoidPtr(objects[kNumFields]);
@@ -81,7 +88,7 @@ PyObject* time_forward(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   Py_BEGIN_ALLOW_THREADS;
   const auto started = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < calls && status == ATTNRES_OK; ++i) {
-    status = attnres_forward(&args, static_cast<CUstream_st*>(stream));
+    status = Call(&args, static_cast<CUstream_st*>(stream));
   }
   elapsed = std::chrono::steady_clock::now() - started;
   Py_END_ALLOW_THREADS;
@@ -200,9 +207,14 @@ PyMethodDef* fast_methods() {
                                            "forward(*call, stream): launch on a CUDA stream."),
       fast_method<launch<attnres_floor>>(
           "floor", "floor(*call, stream): move the bytes of forward and compute nothing of it."),
-      fast_method<time_forward>("time_forward",
-                                "time_forward(*call, stream, calls) -> seconds: so many forward "
-                                "calls, on the host's clock, without synchronising."),
+      fast_method<time_calls<attnres_forward>>(
+          "time_forward",
+          "time_forward(*call, stream, calls) -> seconds: so many forward calls, on the host's "
+          "clock, without synchronising."),
+      fast_method<time_calls<plan_only>>(
+          "time_plan",
+          "time_plan(*call, stream, calls) -> seconds: the same calls up to the launch: checks and "
+          "plan."),
       fast_method<forward_host>("forward_host", "forward_host(*call): run on the CPU."),
       fast_method<check>("check", "check(*call, on_device): validate and do nothing else."),
       fast_method<bind_tensors>("bind_tensors",

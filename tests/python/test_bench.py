@@ -204,6 +204,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(libattnres, "attn_res", run)
     monkeypatch.setattr(_core, "floor", floor)
     monkeypatch.setattr(_core, "time_forward", lambda *call: 1e-6 * call[-1])
+    monkeypatch.setattr(_core, "time_plan", lambda *call: 5e-7 * call[-1])
     monkeypatch.setattr(timing, "time_graph", time)
     monkeypatch.setattr(timing, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

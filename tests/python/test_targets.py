@@ -97,7 +97,9 @@ def test_sm_side_and_cpu_times_are_absolute() -> None:
     ]
     results = targets.check_bench([], sm_side, {"eager call": 6.5, "C call": 1.4})
     assert result_of(results, "SM side, 8 blocks", "us per token and SM").met is True
-    assert result_of(results, "SM side, 4 blocks", "us per token and SM").met is None
+    # Whichever kernel is best at it.
+    assert result_of(results, "SM side, 4 blocks", "us per token and SM").value == 1.0
+    assert result_of(targets.check_bench([]), "SM side, 4 blocks", "us per token and SM").met is None
     assert result_of(results, "CPU time, eager call", "us").met is False
     assert result_of(results, "CPU time, C call", "us").met is True
 

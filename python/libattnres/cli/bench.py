@@ -19,7 +19,7 @@ from libattnres.cli import report as tables
 from libattnres.cli.call_cost import cpu_times
 from libattnres.cli.competitors import COMPETITORS, Prepared
 from libattnres.cli.console import Console
-from libattnres.cli.contenders import Contender, find_contenders
+from libattnres.cli.contenders import Contender, backend_contender, find_contenders
 from libattnres.cli.workload import (
     COMMON,
     SM_SIDE,
@@ -40,6 +40,10 @@ DEFAULT_BLOCKS = (1, 4, 8)
 MODES = ("cold", "hot", "events")
 BACKENDS = ("native", "triton", "torch", "host")
 SM_SIDE_TOKENS = 8192
+SM_SIDE_PLANS = (
+    ("ring 2 x 2 / 8", libattnres.Plan("ring", rows_per_stage=2, ctas_per_sm=2, rows_in_flight=8)),
+)
+"""What keeps an SM busiest, which the plan for a GPU that memory holds back does not take."""
 VARIANT_TOKENS = (1024, 8192)
 """Of the variants among the project's goals, which are about bandwidth."""
 FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
@@ -210,6 +214,12 @@ class Bench:
     def sm_side(self) -> list[dict[str, Any]]:
         """Long batches whose tokens all read one bank entry: the SM's share of the work."""
         native = [contender for contender in self.contenders if contender.backend == "native"]
+        if native:
+            native += [
+                backend_contender("native", mode, label, plan=plan)
+                for mode in self.args.pdl
+                for label, plan in SM_SIDE_PLANS
+            ]
         rows = []
         for num_blocks in DEFAULT_BLOCKS:
             try:

@@ -39,11 +39,12 @@ def cpu_times(device: torch.device, backends: Sequence[str]) -> dict[str, float]
             result["eager call, grad mode"] = eager(backend="native")
         call = checked_call(*(*arguments, out, "wait")).core_args()
         stream = torch.cuda.current_stream().cuda_stream
-        seconds = []
-        for _ in range(CPU_ROUNDS):
-            seconds.append(_core.time_forward(*call, stream, CPU_CALLS))
-            torch.cuda.synchronize()
-        result["C call"] = statistics.median(seconds) * 1e6 / CPU_CALLS
+        for name, timed in (("C call", _core.time_forward), ("C call, up to the launch", _core.time_plan)):
+            seconds = []
+            for _ in range(CPU_ROUNDS):
+                seconds.append(timed(*call, stream, CPU_CALLS))
+                torch.cuda.synchronize()
+            result[name] = statistics.median(seconds) * 1e6 / CPU_CALLS
     if "triton" in backends:
         result["eager call, triton"] = eager(backend="triton", out=out)
     if "torch" in backends:

@@ -16,7 +16,7 @@ from libattnres.cli.competitors import Competitor, Prepared, find
 from libattnres.cli.verify import native_plans
 from libattnres.cli.workload import Shape
 
-__all__ = ["Contender", "find_contenders"]
+__all__ = ["Contender", "backend_contender", "find_contenders"]
 
 
 @dataclass(frozen=True)
