@@ -18,7 +18,7 @@ from libattnres.cli.metadata import write_json
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("info", "permutations", "demo", "verify", "bench", "walk", "report", "tune", "certify")
+COMMANDS = ("info", "permutations", "demo", "verify", "bench", "walk", "report", "tune", "certify", "model")
 
 
 def build_parser() -> argparse.ArgumentParser:

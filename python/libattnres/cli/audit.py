@@ -160,6 +160,12 @@ class Audit:
         """For JSON."""
         return {**asdict(self), "kernel": self.kernel.name, "arguments": list(self.kernel.arguments)}
 
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Audit:
+        """From JSON."""
+        fields = {name: value for name, value in document.items() if name not in ("kernel", "arguments")}
+        return cls(Kernel(document["kernel"], tuple(document["arguments"])), **fields)
+
 
 def count_instructions(function: Function) -> dict[str, int]:
     """How often what matters occurs in the code."""

@@ -124,8 +124,8 @@ def is_data(instruction: Instruction) -> bool:
     return instruction.opcode in FORGETTING or instruction.unpacks
 
 
-def take_apart(instruction: Instruction) -> Step:
-    """Which registers and predicates an instruction reads and writes."""
+def written(instruction: Instruction) -> tuple[list[str], list[str], int]:
+    """Registers and predicates that an instruction writes, and at which operand those that it reads begin."""
     operands = instruction.operands
     opcode = instruction.opcode
     results: list[str] = []
@@ -150,7 +150,14 @@ def take_apart(instruction: Instruction) -> Step:
     if opcode == "R2P":
         mask = int(operands[2], 16) if operands[2:] and LITERAL.fullmatch(operands[2]) else 0x7F
         predicates = [f"P{bit}" for bit in range(7) if mask >> bit & 1]
-    sources = operands[at:]
+    return results + [name for name in predicates if not name.endswith("PT")], predicates, at
+
+
+def take_apart(instruction: Instruction) -> Step:
+    """Which registers and predicates an instruction reads and writes."""
+    opcode = instruction.opcode
+    results, predicates, at = written(instruction)
+    sources = instruction.operands[at:]
     registers: list[str] = []
     constants: list[int] = []
     if is_data(instruction) and opcode not in SPECIAL:
@@ -169,7 +176,7 @@ def take_apart(instruction: Instruction) -> Step:
         instruction,
         guard,
         instruction.guard.startswith("!"),
-        tuple(results + [name for name in predicates if not name.endswith("PT")]),
+        tuple(results),
         tuple(predicates),
         sources,
         tuple(registers),
@@ -539,16 +546,20 @@ def truth_table(a: int, b: int, c: int, table: int) -> int:
     return result & 0xFFFFFFFF
 
 
-def gather(steps: list[Step]) -> list[Step | frozenset[str]]:
-    """Runs of steps that only make data become the set of registers that they overwrite."""
+def gather(block: list[Instruction]) -> list[Step | frozenset[str]]:
+    """A block taken apart; runs that only make data become the set of registers that they overwrite."""
     gathered: list[Step | frozenset[str]] = []
-    for step in steps:
-        if step.guard or step.instruction.opcode in SPECIAL or not is_data(step.instruction):
-            gathered.append(step)
-        elif gathered and isinstance(gathered[-1], frozenset):
-            gathered[-1] |= frozenset(step.results)
-        else:
-            gathered.append(frozenset(step.results))
+    overwritten: set[str] = set()
+    for instruction in block:
+        if not instruction.guard and instruction.opcode not in SPECIAL and is_data(instruction):
+            overwritten.update(written(instruction)[0])
+            continue
+        if overwritten:
+            gathered.append(frozenset(overwritten))
+            overwritten = set()
+        gathered.append(take_apart(instruction))
+    if overwritten:
+        gathered.append(frozenset(overwritten))
     return gathered
 
 
@@ -556,7 +567,7 @@ def follow(
     function: Function, parameters: Mapping[str, Parameter], base: int, scenarios: list[Scenario]
 ) -> list[Flow]:
     """Walk a kernel under each scenario; ``base`` is where its parameters start in constant bank 0."""
-    steps = [gather([take_apart(instruction) for instruction in block]) for block in function.blocks]
+    steps = [gather(block) for block in function.blocks]
     flows = []
     for scenario in scenarios:
         interpreter = Interpreter(function, parameters, base, scenario)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from libattnres.cli import targets
+from libattnres.cli import model, targets
 from libattnres.cli.console import Console
 
 HELP = "results of bench and walk as Markdown tables and plots"
@@ -40,6 +40,10 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
         raise ValueError("FILE.json: expected one at least, or --update, got neither")
     for path in args.files:
         document = load(path)
+        if document["command"] == "model":
+            for kind, table in model.TABLES.items():
+                console.line(f"**{kind}**\n\n{markdown(*table(document))}")
+            continue
         for kind in KINDS:
             body = KINDS[kind](document)
             if body:
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
 def load(path: Path) -> Document:
     """Results as a command wrote them."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict) or document.get("command") not in ("bench", "walk"):
+    if not isinstance(document, dict) or document.get("command") not in ("bench", "walk", "model"):
         raise ValueError(f"{path}: expected what bench or walk wrote with --json, got something else")
     return document
 
@@ -76,10 +80,15 @@ def render(text: str, folder: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         kind, name = match["kind"], match["path"]
-        if kind not in KINDS:
-            raise ValueError(f"table {kind}: expected one of {', '.join(KINDS)}, got {kind}")
+        table = model.TABLES.get(kind)
+        if table is None and kind not in KINDS:
+            known = ", ".join((*KINDS, *model.TABLES))
+            raise ValueError(f"table {kind}: expected one of {known}, got {kind}")
         path = folder / name
-        body = KINDS[kind](load(path)) if path.exists() else ""
+        body = ""
+        if path.exists():
+            document = load(path)
+            body = KINDS[kind](document) if table is None else markdown(*table(document))
         body = body or f"Not measured yet: there is no such table in `{name}`."
         return f"<!-- table {kind} {name} -->\n{body}\n<!-- end -->"
 
