@@ -222,12 +222,9 @@ def test_no_symbol_of_pytorch_or_of_a_cuda_library_is_asked_for(library: Path) -
     assert [name for name in wanted if foreign.match(name)] == []
 
 
-def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
-    """Home, cache and temporary folder need not be there. Root may write anywhere, so it is watched too."""
-    (tmp_path / "file").touch()
-    nowhere = str(tmp_path / "file" / "home")
-    program = """
+WATCH_WRITES = """
 import os, sys, torch
+sys.modules["triton"] = None
 written = []
 def watch(event, arguments):
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
@@ -235,27 +232,29 @@ def watch(event, arguments):
     elif event in ("os.mkdir", "os.rename", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
         written.append((event, arguments[0]))
 sys.addaudithook(watch)
-""" + (
-        FALLS_BACK + "assert written == [], written\n"
-        'open("/dev/null", "w").close()\nassert written == ["/dev/null"]\n'
-    )
-    run_program(
-        program,
-        HOME=nowhere,
-        XDG_CACHE_HOME=nowhere,
-        TMPDIR=nowhere,
-        TRITON_CACHE_DIR=nowhere,
-        TORCHINDUCTOR_CACHE_DIR=nowhere,
-        CUDA_CACHE_PATH=nowhere,
+"""
+
+NOTHING_WRITTEN = """
+assert written == [], written
+open("/dev/null", "w").close()
+assert written == ["/dev/null"]
+print(probe.backends["triton"])
+"""
+
+
+def test_a_bare_machine_is_enough_and_nothing_is_written(tmp_path: Path) -> None:
+    """No Triton, no compiler, no folder to write to; root may write anywhere, so it is watched too."""
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "home")
+    folders = ("HOME", "XDG_CACHE_HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    output = run_program(
+        WATCH_WRITES + FALLS_BACK + NOTHING_WRITTEN,
+        **dict.fromkeys((*folders, "CUDA_CACHE_PATH"), nowhere),
+        PATH="/nonexistent",
+        CC="/nonexistent/cc",
         PYTHONDONTWRITEBYTECODE="1",
         CUDA_VISIBLE_DEVICES="",
     )
-
-
-def test_neither_triton_nor_a_compiler_is_needed() -> None:
-    program = "import sys\nsys.modules['triton'] = None\n" + FALLS_BACK
-    program += "print(probe.backends['triton'])"
-    output = run_program(program, PATH="/nonexistent", CC="/nonexistent/cc", CUDA_VISIBLE_DEVICES="")
     assert output.splitlines()[-1] == "triton is not installed"
 
 
@@ -379,30 +378,35 @@ call()
 
 
 SUBINTERPRETER = """
+import sys
 try:
     import _interpreters as interpreters
 except ImportError:
     import _xxsubinterpreters as interpreters
 program = '''
+import sys
+sys.path.insert(0, {folder!r})
 try:
-    {statement}
+    import {module}
 except ImportError as error:
     print("refused:", error, flush=True)
 '''
+sys.path.insert(0, {folder!r})
 {before}
 subinterpreter = interpreters.create()
 interpreters.run_string(subinterpreter, program)
 interpreters.destroy(subinterpreter)
-import libattnres
-print("main:", libattnres.__version__)
+import _core
+print("main:", _core.version())
 """
 
 
-@pytest.mark.parametrize("before", ["", "import libattnres"], ids=["first", "after the main interpreter"])
-def test_a_subinterpreter_is_refused_and_the_main_interpreter_goes_on(before: str) -> None:
+@pytest.mark.parametrize("before", ["", "import _core"], ids=["first", "after the main interpreter"])
+@pytest.mark.parametrize("module", ["_core", "libattnres"])
+def test_a_subinterpreter_is_refused_and_the_main_interpreter_goes_on(module: str, before: str) -> None:
     if sys.version_info >= (3, 14):
         pytest.skip("another module makes subinterpreters there")
-    output = run_program(SUBINTERPRETER.format(statement="import libattnres", before=before))
+    output = run_program(SUBINTERPRETER.format(folder=str(CORE.parent), module=module, before=before))
     assert "refused: libattnres: expected the main interpreter, got a subinterpreter" in output
     assert f"main: {libattnres.__version__}" in output
 
