@@ -195,7 +195,8 @@ def test_a_call_with_an_output_allocates_nothing(gpu_case: Callable[..., Any]) -
         return torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
 
     allocated()  # loads the kernels
-    assert allocated() == allocated()
+    # Another process may allocate meanwhile, but not every time.
+    assert any(allocated() == allocated() for _ in range(5))
 
 
 @pytest.mark.slow

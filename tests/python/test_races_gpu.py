@@ -75,20 +75,27 @@ def target_of(case: Any, name: str) -> torch.Tensor:
     return rows
 
 
-# The hostile kernels themselves: a reader that does not keep the contract must be caught.
+# The hostile kernels themselves: a reader that does not keep the contract must be caught. Another process on
+# the GPU may take it away in just that moment, so a few attempts are allowed.
+
+ATTEMPTS = 10
 
 
 @pytest.mark.parametrize("target", ["prefix", "delta", "2"])
 def test_what_reads_without_waiting_gets_the_old_rows(target: str, hostile: Any, hostile_case: Any) -> None:
-    rows = target_of(hostile_case, target)
-    old, seen = rows.clone(), torch.zeros_like(hostile_case.prefix)
-    new = torch.randn_like(seen)
-    hostile.plug()
-    hostile.late_copy(new, rows)
-    hostile.late_copy(rows, seen, waits=False, nanoseconds=0)
-    torch.cuda.synchronize()
-    assert reference.same_bits(rows, new)
-    assert reference.same_bits(seen, old)
+    for _ in range(ATTEMPTS):
+        rows = target_of(hostile_case.clone(), target)
+        old, seen = rows.clone(), torch.zeros_like(hostile_case.prefix)
+        new = torch.randn_like(seen)
+        torch.cuda.synchronize()
+        hostile.plug()
+        hostile.late_copy(new, rows)
+        hostile.late_copy(rows, seen, waits=False, nanoseconds=0)
+        torch.cuda.synchronize()
+        assert reference.same_bits(rows, new)
+        if reference.same_bits(seen, old):
+            return
+    pytest.fail("the reader saw new rows every time")
 
 
 @every_implementation
@@ -96,19 +103,23 @@ def test_an_early_call_outside_its_contract_gets_the_old_bank_row(
     implementation: str, hostile: Any, hostile_case: Any
 ) -> None:
     """A kernel that may still be running writes the row: early reads see what it held before."""
-    stale, late = hostile_case.clone(), hostile_case.clone()
-    new = torch.randn_like(hostile_case.prefix)
-    expected, out = poisoned(stale), poisoned(late)
+    stale, new = hostile_case.clone(), torch.randn_like(hostile_case.prefix)
+    expected, out = poisoned(stale), poisoned(stale)
     torch.cuda.synchronize()
     run(stale, implementation, "early", expected)
-    torch.cuda.synchronize()
-    hostile.plug()
-    hostile.late_copy(new, late.blocks[:, 2])
-    run(late, implementation, "early", out)
-    torch.cuda.synchronize()
-    assert reference.same_bits(late.blocks[:, 2], new)
-    tokens = [reference.same_bits(out[token], expected[token]) for token in range(NUM_TOKENS)]
-    assert sum(tokens) >= NUM_TOKENS // 2, f"{sum(tokens)} of {NUM_TOKENS} tokens saw the old row"
+    seen = []
+    for _ in range(ATTEMPTS):
+        late = hostile_case.clone()
+        torch.cuda.synchronize()
+        hostile.plug()
+        hostile.late_copy(new, late.blocks[:, 2])
+        run(late, implementation, "early", out)
+        torch.cuda.synchronize()
+        assert reference.same_bits(late.blocks[:, 2], new)
+        seen.append(sum(reference.same_bits(out[token], expected[token]) for token in range(NUM_TOKENS)))
+        if seen[-1] >= NUM_TOKENS // 2:
+            return
+    pytest.fail(f"of {NUM_TOKENS} tokens, these many saw the old row: {seen}")
 
 
 # Neighbours that keep the contract.
