@@ -4,6 +4,9 @@
 #
 #   make demo            install into .venv and run one model walk on the best backend of this machine
 #   make test            lint, C++ tests, Python tests, consumer projects
+#   make check-sanitized C++ tests and fuzz corpus with address and undefined-behaviour sanitizers
+#   make fuzz            run each fuzzer for FUZZ_SECONDS; needs Clang with libFuzzer
+#   make mutations       take defences away one by one, and see that a test fails each time
 #   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
 #   make CUDA=OFF ...    no kernels at all
 
@@ -29,12 +32,12 @@ export ATTNRES_CUDA_TARGETS := $(TARGETS)
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed-$(if $(filter ON,$(CUDA)),$(subst ;,-,$(TARGETS)),host)
 SOURCES := CMakeLists.txt LICENSE README.md pyproject.toml \
-  $(shell find cpp cuda python tests/cpp -type f -not -name '*.pyc')
+  $(shell find cpp cuda python tests/cpp tests/fuzz -type f -not -name '*.pyc')
 CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
 CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
-.PHONY: all install demo test lint tidy format check-cpp check-python sanitize wheel clean
+.PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize wheel clean
 .DELETE_ON_ERROR:
 # The compilers are parallel by themselves, and the summary of pytest comes last.
 .NOTPARALLEL:
@@ -91,6 +94,30 @@ check-cpp: $(INSTALLED)
 
 check-python: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The host side under the compiler's sanitizers; tests with threads in them take a while.
+check-sanitized: $(TOOLS)
+	$(BIN)/cmake --preset sanitize
+	$(BIN)/cmake --build --preset sanitize
+	$(BIN)/ctest --preset sanitize
+
+FUZZ_CXX ?= $(firstword $(foreach name,clang++ clang++-21 clang++-20 clang++-19 clang++-18,$(shell command -v $(name))))
+FUZZ_SECONDS ?= 600
+# New inputs stay in build/fuzz; a finding is written there as crash-*.
+fuzz: $(TOOLS)
+	$(if $(FUZZ_CXX),,$(error fuzz needs Clang with libFuzzer; name it with FUZZ_CXX=...))
+	$(BIN)/cmake --preset fuzz -DCMAKE_CXX_COMPILER=$(FUZZ_CXX)
+	$(BIN)/cmake --build --preset fuzz
+	for name in call plan_file; do \
+	  mkdir -p build/fuzz/corpus/$$name && \
+	  build/fuzz/tests/fuzz/fuzz_$$name -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 \
+	    -artifact_prefix=build/fuzz/ $$(test ! -f tests/fuzz/$$name.dict || echo -dict=tests/fuzz/$$name.dict) \
+	    build/fuzz/corpus/$$name tests/fuzz/corpus/$$name || exit 1; \
+	done
+
+# Each in a copy of the tree; those that need a GPU or nvcc are left out where there is none.
+mutations: $(INSTALLED)
+	$(BIN)/python tests/mutations/run.py --output build/mutations.json
 
 # compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit.
 sanitize: $(INSTALLED)

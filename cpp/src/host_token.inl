@@ -331,7 +331,10 @@ void forward_tokens(const attnres_forward_args& args, const float* query, int64_
   for (int64_t token = begin; token < end; ++token) {
     const int64_t entry = token / prefixes_per_entry;
     T* prefix = static_cast<T*>(args.prefix) + token * args.prefix_stride;
-    T* bank = static_cast<T*>(args.blocks) + entry * args.blocks_token_stride;
+    // A bank without rows may be null, and its strides anything.
+    T* bank = args.num_bank_rows > 0
+                  ? static_cast<T*>(args.blocks) + entry * args.blocks_token_stride
+                  : nullptr;
     T* output = static_cast<T*>(args.output) + token * args.output_stride;
 
     rows[num_blocks] = prefix;
