@@ -242,21 +242,7 @@ def _general_fake(
         batch_invariant,
     )
     requested_backend(backend, plan_from_numbers(plan))
-    for tensor in (prefix, blocks, output):
-        fix_offset(tensor)
     return output
-
-
-def fix_offset(tensor: torch.Tensor) -> None:
-    """Have a trace take the place of a view in its storage for a constant, at the price of a guard.
-
-    Inductor takes a symbolic one for 0 when the view is written, and the write goes elsewhere, silently
-    (https://github.com/pytorch/pytorch/issues/198068). The symbols are those of H and of the bank's rows,
-    which a model does not change, rather than that of its tokens.
-    """
-    offset = tensor.storage_offset()
-    if known(offset) is not None:
-        int(offset)
 
 
 def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -331,20 +317,40 @@ def _autograd_kernel(op: torch._ops.OpOverload) -> Kernel:
     return kernel
 
 
-def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
-    """Tells autograd which arguments were written, so that a stale saved tensor is noticed."""
-    written = [
-        (index, argument.name)
+def _written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments of a call that the schema declares as written."""
+    return [
+        args[index] if index < len(args) else kwargs[argument.name]
         for index, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
+
+def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
+    """Tells autograd which arguments were written, so that a stale saved tensor is noticed."""
+
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        torch.autograd.graph.increment_version(
-            [args[index] if index < len(args) else kwargs[name] for index, name in written]
-        )
+        torch.autograd.graph.increment_version(_written(op, args, kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _fake_kernel(op: torch._ops.OpOverload, fake: Kernel) -> Kernel:
+    """Has a trace take the place of a written view in its storage for a constant, at the price of a guard.
+
+    Inductor takes a symbolic one for 0, and the write goes elsewhere, silently
+    (https://github.com/pytorch/pytorch/issues/198068). In `memory[:, 8]` it is H that gets the guard, not
+    the number of tokens.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        for tensor in _written(op, args, kwargs):
+            offset = tensor.storage_offset()
+            if known(offset) is not None:
+                int(offset)
+        return fake(*args, **kwargs)
 
     return kernel
 
@@ -358,7 +364,7 @@ def _register() -> Any:
         op = getattr(torch.ops.libattnres, name).default
         for key in ("CPU", "CUDA"):
             library.impl(name, kernels[name], key)
-        library._register_fake(name, fakes[name])
+        library._register_fake(name, _fake_kernel(op, fakes[name]))
         library.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
         if op._schema.is_mutable:
             library.impl(name, _version_kernel(op), "ADInplaceOrView", with_keyset=True)

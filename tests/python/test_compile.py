@@ -174,6 +174,31 @@ def test_prefix_and_bank_that_are_views_of_one_tensor(
 
 @pytest.mark.slow
 @each_target
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_a_graph_input_that_is_a_view(
+    dynamic: bool, target: Target, attn_res: Function, make: Function
+) -> None:
+    """All of it at an offset, which under dynamic shapes is a symbol too."""
+    case = make()
+    weights = case.arguments[3:6]
+
+    def layers(memory: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        blocks, prefix = memory[:, :8], memory[:, 8]
+        first = attn_res(prefix, delta, blocks, *weights, 3, 3)
+        return first, attn_res(prefix, first, blocks, *weights, 4)
+
+    start = torch.full((7, 10, target.hidden_size + 8), math.nan, dtype=torch.bfloat16, device=target.device)
+    start[3:, 1:9, 8:], start[3:, 9, 8:] = case.blocks, case.prefix
+    eager_memory, compiled_memory = start.clone(), start.clone()
+    with torch.no_grad():
+        expected = layers(eager_memory[3:, 1:, 8:], case.delta)
+        compiled = torch.compile(layers, fullgraph=True, dynamic=dynamic)
+        result = compiled(compiled_memory[3:, 1:, 8:], case.delta)
+    assert_same_bits([*expected, eager_memory], [*result, compiled_memory])
+
+
+@pytest.mark.slow
+@each_target
 def test_one_delta_used_by_two_calls(attn_res: Function, make: Function) -> None:
     case = make()
     weights = case.arguments[3:6]
