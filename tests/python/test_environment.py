@@ -79,6 +79,11 @@ def compiler() -> str:
     return found
 
 
+def found_first(folder: Path) -> dict[str, str]:
+    """The variable with which the loader looks into a folder before any other."""
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))}
+
+
 @pytest.fixture
 def fake_driver(tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Variables with which a program finds this libcuda.so.1 rather than the machine's."""
@@ -88,7 +93,7 @@ def fake_driver(tmp_path: Path) -> Callable[..., dict[str, str]]:
         source.write_text(DRIVER)
         flags = ["-shared", "-fPIC", f"-DVERSION={version}", f"-DINIT={init}"]
         subprocess.run([compiler(), *flags, source, "-o", library], check=True)
-        return {"LD_LIBRARY_PATH": str(tmp_path), "DRIVER_LOG": str(tmp_path / "log")}
+        return {**found_first(tmp_path), "DRIVER_LOG": str(tmp_path / "log")}
 
     return make
 
@@ -97,7 +102,7 @@ def fake_driver(tmp_path: Path) -> Callable[..., dict[str, str]]:
 def no_driver(tmp_path: Path) -> dict[str, str]:
     """The loader stops at this file, as it would if there were none anywhere."""
     (tmp_path / "libcuda.so.1").touch()
-    return {"LD_LIBRARY_PATH": str(tmp_path)}
+    return found_first(tmp_path)
 
 
 NATIVE_IS_REFUSED = """
@@ -204,7 +209,7 @@ mapped = open("/proc/self/maps").read()
 assert {str(LIBRARY)!r} in mapped
 assert {str(tmp_path)!r} not in mapped
 """
-    run_program(program, LD_LIBRARY_PATH=str(tmp_path))
+    run_program(program, **found_first(tmp_path))
 
 
 @pytest.mark.parametrize("library", [LIBRARY, CORE], ids=["libattnres", "_core"])
