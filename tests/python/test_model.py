@@ -11,17 +11,17 @@ import libattnres
 import pytest
 from libattnres import cli
 from libattnres.cli import audit, model, report
-from libattnres.cli.model import B200, B300, H200, CallShape, Constants, Measured
+from libattnres.cli.model import B200, B300, H200, CallShape, Constants, Measured, Work
 from libattnres.cli.workload import COMMON, SM_SIDE, VARIANTS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "blackwell.md"
 RESULTS = DOCUMENT.parent / "performance" / "blackwell.json"
-KNOWN = Constants(1.08, 1.25, 1.5, 1.4, 600.0, 4.0, 1.8, 3.2)
+KNOWN = Constants(1.08, 1.25, 1.5, 1.4, 600.0, 200.0, 4.0, 1.8, 3.2)
 NO_NORM = next(variant for variant in VARIANTS if variant.name == "no norm")
 
 
-def issued(shape: CallShape) -> float:
-    return 3000.0 + 1700.0 * shape.num_blocks
+def work(shape: CallShape, blocks_per_sm: int = 1) -> Work:
+    return Work(3000.0 + 1700.0 * shape.num_blocks, blocks_per_sm)
 
 
 @pytest.fixture
@@ -32,12 +32,13 @@ def measured() -> tuple[list[Measured], list[Measured]]:
     ]
     shapes += [CallShape(8192, num_blocks, SM_SIDE) for num_blocks in (1, 4, 8)]
     native = [
-        Measured(shape, pdl, model.predict(H200, shape, pdl, issued(shape), KNOWN), issued(shape))
+        Measured(shape, pdl, model.predict(H200, shape, pdl, done, KNOWN), done)
         for shape in shapes
         for pdl in ("early", "wait")
+        for done in (work(shape), work(shape, 2))
     ]
     floor = [
-        Measured(shape, "wait", KNOWN.floor_start_us + model.memory_us(H200, shape, KNOWN), 0.0)
+        Measured(shape, "wait", KNOWN.floor_start_us + model.memory_us(H200, shape, KNOWN), Work(0, 1))
         for shape in shapes
         if shape.variant is COMMON
     ]
@@ -65,12 +66,12 @@ def test_calibration_finds_the_constants_behind_the_times(
     assert found.read_cost == pytest.approx(KNOWN.read_cost, rel=0.01)
     assert found.write_cost == pytest.approx(KNOWN.write_cost, rel=0.01)
     for row in native:
-        assert model.predict(H200, row.shape, row.pdl, row.issued, found) == pytest.approx(row.us, rel=0.02)
+        assert model.predict(H200, row.shape, row.pdl, row.work, found) == pytest.approx(row.us, rel=0.02)
 
 
 def test_few_tokens_are_not_calibrated_with(measured: tuple[list[Measured], list[Measured]]) -> None:
     floor, native = measured
-    latency = [Measured(CallShape(1, 8, COMMON), "early", 50.0, 17000.0)]
+    latency = [Measured(CallShape(1, 8, COMMON), "early", 50.0, Work(17000.0, 1))]
     assert model.calibrate(floor, native + latency, H200) == model.calibrate(floor, native, H200)
     with pytest.raises(ValueError, match=r"^--measured: expected rows of at least 256 tokens"):
         model.calibrate(floor, latency, H200)
@@ -78,18 +79,20 @@ def test_few_tokens_are_not_calibrated_with(measured: tuple[list[Measured], list
 
 def test_bandwidth_bounds_what_memory_does_and_issue_what_sms_do() -> None:
     shape = CallShape(8192, 8, COMMON)
-    memory_bound = model.predict(H200, shape, "early", 1.0, Constants(1, 1, 0, 1, 0, 20, 0, 0))
+    alone = Constants(1, 1, 0, 1, 0, 0, 20, 0, 0)
+    memory_bound = model.predict(H200, shape, "early", Work(1.0, 1), alone)
     assert memory_bound == pytest.approx(8192 * 12 * 14336 / 4.8e6)
-    sm_bound = model.predict(H200, shape, "early", 1e6, Constants(1, 1, 0, 1, 0, 20, 0, 0))
+    sm_bound = model.predict(H200, shape, "early", Work(1e6, 1), alone)
     assert sm_bound == pytest.approx(63 * 250_000 / 1980)
-    assert model.predict(H200, shape, "wait", 1.0, KNOWN) - model.predict(
-        H200, shape, "early", 1.0, KNOWN
-    ) == pytest.approx(KNOWN.start_wait_us - KNOWN.start_early_us)
+    wait, early = (model.predict(H200, shape, pdl, Work(1.0, 1), KNOWN) for pdl in ("wait", "early"))
+    assert wait - early == pytest.approx(KNOWN.start_wait_us - KNOWN.start_early_us)
+    one, two = (model.sm_us(H200, shape, Work(1.0, blocks), KNOWN) for blocks in (1, 2))
+    assert one - two == pytest.approx(63 * (KNOWN.exchange_cycles - KNOWN.exchange_cycles_of_two) / 1980)
 
 
 def test_carried_over_is_the_measured_time_less_what_memory_saves() -> None:
     shape = CallShape(128, 8, COMMON)
-    fitted = model.Model(KNOWN, {}, [Measured(shape, "early", 7.0, 17000.0)])
+    fitted = model.Model(KNOWN, {}, [Measured(shape, "early", 7.0, Work(17000.0, 1))])
     saved = model.memory_us(H200, shape, KNOWN) - model.memory_us(B300, shape, KNOWN)
     assert saved > 1
     assert fitted.carried_over(B300, shape, "early") == pytest.approx(7.0 - saved)
@@ -131,9 +134,10 @@ def test_counts_are_found_by_the_kernel_of_a_plan() -> None:
         "has_output_norm": True,
         "static_common_path": True,
     }
-    assert model.issued_by(counts, plan, "103a") == 11.0
-    plan |= {"kernel": "cluster", "cluster_size": 7, "static_common_path": False}
-    assert model.issued_by(counts, plan, "103a") == 22.0
+    plan["ctas_per_sm"] = 2
+    assert model.work_of(counts, plan, "103a") == Work(11.0, 2)
+    plan |= {"kernel": "cluster", "cluster_size": 7, "static_common_path": False, "ctas_per_sm": 0}
+    assert model.work_of(counts, plan, "103a") == Work(22.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@
 A call of at least ``MIN_TOKENS`` tokens is bound by what memory delivers or by what an SM issues:
 
     memory = (read_cost bytes_read + write_cost bytes_written) / published bandwidth
-    sm     = ceil(tokens / SMs) (issue_cost warp_instructions / 4 + exchange_cycles) / clock
+    sm     = ceil(tokens / SMs) (issue_cost warp_instructions / 4 + exchange_cycles) / clock,
     time   = start + (memory^p + sm^p)^(1/p)
 
-The instructions are counted in the machine code (``libattnres permutations --audit``), an SM having four
-schedulers of one instruction a cycle. The constants are fitted to measurements on one GPU, whose own code is
+with other exchange_cycles where two thread blocks per SM hide each other's exchanges. The instructions are
+counted in the machine code (``libattnres permutations --audit``), an SM having four schedulers of one
+instruction a cycle. The constants are fitted to measurements on one GPU, whose own code is
 counted for that, and are taken over to the others. A prediction is no measurement.
 """
 
@@ -104,6 +105,8 @@ class Constants:
     floor_start_us: float
     issue_cost: float
     exchange_cycles: float
+    exchange_cycles_of_two: float
+    """With two thread blocks per SM."""
     power: float
     start_early_us: float
     start_wait_us: float
@@ -115,17 +118,28 @@ def memory_us(gpu: Gpu, shape: CallShape, constants: Constants) -> float:
     return row * (constants.read_cost * shape.rows_read + constants.write_cost * shape.rows_written)
 
 
-def sm_us(gpu: Gpu, shape: CallShape, issued: float, constants: Constants) -> float:
-    """Time that the SMs take, ``issued`` being warp instructions per token."""
+@dataclass(frozen=True)
+class Work:
+    """What a kernel gives an SM to do."""
+
+    issued: float
+    """Warp instructions per token."""
+    blocks_per_sm: int
+
+
+def sm_us(gpu: Gpu, shape: CallShape, work: Work, constants: Constants) -> float:
+    """Time that the SMs take."""
     tokens_per_sm = math.ceil(shape.tokens / gpu.num_sms)
-    cycles = constants.issue_cost * issued / SCHEDULERS + constants.exchange_cycles
+    two = work.blocks_per_sm > 1
+    exchange = constants.exchange_cycles_of_two if two else constants.exchange_cycles
+    cycles = constants.issue_cost * work.issued / SCHEDULERS + exchange
     return tokens_per_sm * cycles / gpu.cycles_per_us
 
 
-def predict(gpu: Gpu, shape: CallShape, pdl: str, issued: float, constants: Constants) -> float:
+def predict(gpu: Gpu, shape: CallShape, pdl: str, work: Work, constants: Constants) -> float:
     """Microseconds of a call."""
     start = constants.start_early_us if pdl == "early" else constants.start_wait_us
-    memory, sm = memory_us(gpu, shape, constants), sm_us(gpu, shape, issued, constants)
+    memory, sm = memory_us(gpu, shape, constants), sm_us(gpu, shape, work, constants)
     return start + float((memory**constants.power + sm**constants.power) ** (1 / constants.power))
 
 
@@ -142,8 +156,8 @@ def counts_of(audits: Iterable[audit.Audit]) -> Counts:
     }
 
 
-def issued_by(counts: Counts, kernel: Mapping[str, Any], target: str) -> float:
-    """What the kernel of a plan issues per token."""
+def work_of(counts: Counts, kernel: Mapping[str, Any], target: str) -> Work:
+    """What the kernel of a plan does."""
     middle = (
         (kernel["rows_per_stage"], kernel["prefixes_per_row"])
         if kernel["kernel"] == "ring"
@@ -151,7 +165,7 @@ def issued_by(counts: Counts, kernel: Mapping[str, Any], target: str) -> float:
     )
     flags = (int(kernel["has_output_norm"]), int(kernel["static_common_path"]))
     arguments = (kernel["hidden_size"], kernel["num_sources"], *middle, *flags)
-    return counts[kernel["kernel"], arguments, target]
+    return Work(counts[kernel["kernel"], arguments, target], max(1, kernel["ctas_per_sm"]))
 
 
 def planned_kernel(gpu: Gpu, shape: CallShape, pdl: str) -> Mapping[str, Any]:
@@ -198,21 +212,24 @@ class Measured:
     shape: CallShape
     pdl: str
     us: float
-    issued: float
+    work: Work
+    of_the_plan: bool = True
+    """Otherwise a kernel was forced."""
 
 
 def measured_rows(bench: Document, counts: Counts, gpu: Gpu) -> tuple[list[Measured], list[Measured]]:
-    """Rows of the floor kernel and of the native backend with the kernels of its plan, SM side included."""
+    """Rows of the floor kernel and of the native backend, on the SM side with forced kernels as well."""
     floor, native = [], []
     for row in (*bench["rows"], *bench["sm_side"]):
-        if row["plan_override"] or row["variant"] not in BY_NAME:
+        forced = bool(row["plan_override"])
+        if row["variant"] not in BY_NAME or (forced and row["variant"] != SM_SIDE.name):
             continue
         shape = CallShape(row["tokens"], row["num_blocks"], BY_NAME[row["variant"]])
         if row["backend"] == "floor":
-            floor.append(Measured(shape, row["pdl"], row["median_us"], 0.0))
+            floor.append(Measured(shape, row["pdl"], row["median_us"], Work(0, 1)))
         elif row["backend"] == "native":
-            issued = issued_by(counts, row["kernel"], gpu.target)
-            native.append(Measured(shape, row["pdl"], row["median_us"], issued))
+            work = work_of(counts, row["kernel"], gpu.target)
+            native.append(Measured(shape, row["pdl"], row["median_us"], work, not forced))
     return floor, native
 
 
@@ -243,24 +260,23 @@ def calibrate(floor: Sequence[Measured], native: Sequence[Measured], gpu: Gpu) -
         raise ValueError(f"--measured: expected rows of at least {MIN_TOKENS} tokens, got none")
 
     def memory_loss(values: list[float]) -> float:
-        constants = Constants(values[0], values[1], values[2], 0, 0, 1, 0, 0)
+        constants = Constants(values[0], values[1], values[2], 0, 0, 0, 1, 0, 0)
         return sum(((values[2] + memory_us(gpu, row.shape, constants)) / row.us - 1) ** 2 for row in floor)
 
     read_cost, write_cost, floor_start = minimise(memory_loss, [1.0, 1.0, 1.0])
 
     def constants_of(values: list[float]) -> Constants:
-        issue, exchange, power, early, wait = values
-        return Constants(read_cost, write_cost, floor_start, issue, exchange, power, early, wait)
+        return Constants(read_cost, write_cost, floor_start, *values)
 
     def loss(values: list[float]) -> float:
-        if min(values) < 0 or not 1 <= values[2] <= 20:
+        if min(values) < 0 or not 1 <= values[3] <= 20:
             return math.inf
         constants = constants_of(values)
         return sum(
-            (predict(gpu, row.shape, row.pdl, row.issued, constants) / row.us - 1) ** 2 for row in native
+            (predict(gpu, row.shape, row.pdl, row.work, constants) / row.us - 1) ** 2 for row in native
         )
 
-    return constants_of(minimise(loss, [1.5, 500.0, 4.0, 2.0, 4.0]))
+    return constants_of(minimise(loss, [1.5, 500.0, 250.0, 4.0, 2.0, 4.0]))
 
 
 # --- predictions -------------------------------------------------------------------------------------
@@ -299,12 +315,12 @@ class Model:
 
     def predict(self, gpu: Gpu, shape: CallShape, pdl: str) -> float:
         """Microseconds on a GPU with the kernel that its plan takes there."""
-        issued = issued_by(self.counts, planned_kernel(gpu, shape, pdl), gpu.target)
-        return predict(gpu, shape, pdl, issued, self.constants)
+        work = work_of(self.counts, planned_kernel(gpu, shape, pdl), gpu.target)
+        return predict(gpu, shape, pdl, work, self.constants)
 
     def carried_over(self, gpu: Gpu, shape: CallShape, pdl: str) -> float | None:
         """For few tokens: what was measured, less what memory took there, plus what it takes on ``gpu``."""
-        measured = [row.us for row in self.native if (row.shape, row.pdl) == (shape, pdl)]
+        measured = [row.us for row in self.native if (row.shape, row.pdl) == (shape, pdl) and row.of_the_plan]
         if not measured:
             return None
         faster = memory_us(H200, shape, self.constants) - memory_us(gpu, shape, self.constants)
@@ -318,8 +334,9 @@ class Model:
                 "num_blocks": row.shape.num_blocks,
                 "variant": row.shape.variant.name,
                 "pdl": row.pdl,
+                "forced": not row.of_the_plan,
                 "measured_us": row.us,
-                "predicted_us": (us := predict(H200, row.shape, row.pdl, row.issued, self.constants)),
+                "predicted_us": (us := predict(H200, row.shape, row.pdl, row.work, self.constants)),
                 "error": us / row.us - 1,
             }
             for row in self.native
@@ -484,7 +501,8 @@ MEANINGS = {
     "write_cost": "published time per byte written",
     "floor_start_us": "start of the floor kernel, us",
     "issue_cost": "cycles per instruction of a scheduler",
-    "exchange_cycles": "cycles per token beside them",
+    "exchange_cycles": "cycles per token beside them, one block per SM",
+    "exchange_cycles_of_two": "the same, two blocks per SM",
     "power": "p",
     "start_early_us": "start with early reads, us",
     "start_wait_us": "start without, us",
@@ -502,7 +520,8 @@ def error_table(document: Document) -> Table:
     """Prediction and measurement side by side, per shape."""
     shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in document["errors"]:
-        shapes.setdefault((row["variant"], row["num_blocks"], row["tokens"]), {})[row["pdl"]] = row
+        name = row["variant"] + (", two blocks per SM" if row["forced"] else "")
+        shapes.setdefault((name, row["num_blocks"], row["tokens"]), {})[row["pdl"]] = row
     lines: list[tuple[object, ...]] = []
     for shape in sorted(shapes, key=lambda shape: (shape[0] != "common", *shape)):
         line: list[object] = list(shape)
