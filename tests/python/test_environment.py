@@ -440,6 +440,7 @@ print(best)
     [
         ("LIBATTNRES_BACKEND", "cuda", "LIBATTNRES_BACKEND: expected one of 'auto', 'native'"),
         ("LIBATTNRES_BATCH_INVARIANT", "yes", "LIBATTNRES_BATCH_INVARIANT: expected"),
+        ("LIBATTNRES_NUM_THREADS", "many", "LIBATTNRES_NUM_THREADS: expected an integer >= 1"),
     ],
 )
 def test_info_says_that_a_variable_is_wrong(

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     if variables:
         console.table(
             "variables",
-            ("name", "value", ""),
+            ("name", "value", "note"),
             [(name, value, "" if name in VARIABLES else "unknown") for name, value in variables.items()],
         )
     errors = [*filter(None, [probe.plan_error]), *probe.environment_errors]
