@@ -480,6 +480,8 @@ def audit_function(function: Function, kernel: Kernel, target: str, usage: sass.
     audit.problems += local_memory(function, audit)
     audit.problems += wide_accesses(function, audit)
     if kernel.name == "floor":
+        if not audit.counts["grid waits"]:
+            audit.problems.append("there is no griddepcontrol.wait")
         return audit
     scenarios = [Scenario({"early": 0, "block_write_idx": -1})]
     scenarios.append(Scenario({"early": 1, "block_write_idx": -1 if kernel.static_common_path else 0}))

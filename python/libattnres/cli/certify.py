@@ -61,8 +61,8 @@ PARTS = (
     Part("verify", ("--backend", "native"), ("--backend", "native", "--quick")),
     Part(
         "bench",
-        ("--variants", "--sm-side", "--cpu", "--backend", "native", "triton", "--tokens", "1", "16", "64",
-         "128", "256", "1024", "8192", "--blocks", "1", "4", "8"),
+        ("--variants", "--sm-side", "--cpu", "--backend", "native", "triton", "--tokens", "1", "16", "128",
+         "1024", "8192", "--blocks", "1", "4", "8"),
         ("--sm-side", "--cpu", "--backend", "native", "triton", "--tokens", "1", "128", "1024", "8192",
          "--blocks", "1", "8"),
     ),
