@@ -383,4 +383,4 @@ def decode(address: int, guard: str, mnemonic: str, operands: str, labels: Mappi
 
 def disassemble(cubin: Path) -> dict[str, Function]:
     """Functions of a cubin by their symbols."""
-    return parse(run_tool(cuda_tool("nvdisasm"), cubin))
+    return parse(run_tool(cuda_tool("nvdisasm"), "--no-dataflow", cubin))
