@@ -198,12 +198,15 @@ def attn_res(
             batch_invariant,
         )
     # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
-    if delta is not None:
-        _increment_version(prefix)
+    written: tuple[torch.Tensor, ...]
+    if delta is None:
+        written = () if out is None else (out,)
+    else:
+        written = (prefix,) if out is None else (prefix, out)
     if block_write_idx != -1:
-        _increment_version(blocks)
-    if out is not None:
-        _increment_version(out)
+        written = (*written, blocks)
+    if written:
+        _increment_version(written)
     return cast(torch.Tensor, output)
 
 

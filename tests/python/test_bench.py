@@ -45,7 +45,8 @@ def small(shape: Shape) -> Shape:
         (VARIANTS[1], 6 * (8 + 4)),  # no norm
         (VARIANTS[2], 6 * (8 + 5)),  # write-back
         (VARIANTS[3], 6 * (8 + 4)),  # padded
-        (VARIANTS[4], 3 * 8 + 6 * 4),  # B = 2
+        (VARIANTS[4], 6 * (8 + 4)),  # padded by 16 bytes
+        (VARIANTS[5], 3 * 8 + 6 * 4),  # B = 2
         (SM_SIDE, 8 + 6 * 4),
     ],
     ids=lambda value: value.name if isinstance(value, workload.Variant) else "",
@@ -75,7 +76,7 @@ def test_every_variant_is_a_valid_call_and_the_judge_passes_it(
             assert errors == []
             assert rel_l2 < 2e-3
     if variant.padding:
-        assert buffers.prefix.stride(-2) == H + 8
+        assert buffers.prefix.stride(-2) == H + variant.padding
     if variant.shares_bank_entry:
         assert buffers.arguments(0)[2].stride(0) == 0
 
@@ -367,7 +368,7 @@ def test_adapters_do_what_one_call_does(
 
 def test_adapters_say_what_they_cannot_run() -> None:
     by_name = {competitor.name: competitor for competitor in competitors.COMPETITORS}
-    writing, padded, shared = (Shape(4, 3, variant) for variant in VARIANTS[2:5])
+    writing, padded, shared = (Shape(4, 3, VARIANTS[index]) for index in (2, 3, 5))
     assert by_name["vllm"].unsupported(writing) is None
     assert by_name["vllm"].unsupported(shared) == "has one bank entry per token"
     assert by_name["fla"].unsupported(padded) == "has no variant 'padded'"
