@@ -442,7 +442,7 @@ class Wrong:
     """Whether only tensors with memory can show it."""
 
 
-def reshaped(draw: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def reshaped(draw: Any, name: str, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """The same memory in a shape that does not fit the other arguments."""
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "one dimension more": lambda: tensor[None],
@@ -455,10 +455,8 @@ def reshaped(draw: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
             "one token more": lambda: torch.cat([tensor, tensor.new_ones(1, tensor.shape[1])]),
             "a vector": lambda: tensor.flatten(),
         }
-    if name == "blocks":
-        ways |= {"one bank entry more": lambda: torch.cat([tensor, tensor.new_ones(1, *tensor.shape[1:])])}
-        if tensor.shape[0] == 0:
-            del ways["one bank entry more"]  # no token lacks an entry then
+    if name == "blocks" and num_tokens > 0:
+        ways["more bank entries than tokens"] = lambda: tensor.new_ones(num_tokens + 1, *tensor.shape[1:])
     return ways[draw(st.sampled_from(sorted(ways)))]()
 
 
@@ -514,7 +512,9 @@ def wrong_calls(draw: Any, space: Space) -> tuple[Drawn, Wrong]:
     # What does not fit prefix is another argument, so it is that one which is named.
     others = ("blocks", "delta", "out", "norm_weight") if name == "prefix" else ()
     if way == 7:
-        return drawn, Wrong({name: reshaped(draw, name, tensor)}, ValueError, (name, *others))
+        return drawn, Wrong(
+            {name: reshaped(draw, name, tensor, drawn.prefix.shape[0])}, ValueError, (name, *others)
+        )
     if way == 8:
         others = ("blocks",) if name == "prefix" else ()
         dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.complex64]
