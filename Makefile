@@ -68,7 +68,7 @@ $(INSTALLED): $(TOOLS) $(SOURCES)
 demo: $(INSTALLED)
 	$(BIN)/libattnres demo
 
-test: lint check-cpp check-python
+test: lint check-cpp check-sanitized check-python
 
 lint: $(TOOLS)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The border itself: structs of other versions, messages per thread, answers without a GPU.
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <thread>
 
 #include "forward_case.hpp"
@@ -54,6 +56,38 @@ TEST_CASE(struct_without_a_size_is_refused) {
   EXPECT_EQ(attnres_plan(&args, &plan), ATTNRES_INVALID_ARGUMENT);
   EXPECT_EQ(std::string(attnres_last_error_message()).find("plan: expected struct_size >= "),
             size_t{0});
+}
+
+TEST_CASE(struct_sizes_of_no_version_are_refused) {
+  // What lies behind the structs must not even be looked at, so there is nothing behind them.
+  ForwardCase call({});
+  attnres_probe_info info{};
+  for (const size_t size : {sizeof(attnres_forward_args) + 1, size_t{4100}, SIZE_MAX - 3}) {
+    attnres_forward_args args = call.args();
+    args.struct_size = info.struct_size = size;
+    const std::string wanted =
+        ": expected struct_size <= 4096 that is a multiple of 4, got " + std::to_string(size);
+    EXPECT_EQ(attnres_check(&args, 0), ATTNRES_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(attnres_last_error_message()), "args" + wanted);
+    if (size <= sizeof(info)) continue;
+    EXPECT_EQ(attnres_probe(0, &info), ATTNRES_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(attnres_last_error_message()), "info" + wanted);
+  }
+}
+
+TEST_CASE(messages_are_printable_whatever_a_variable_holds) {
+  ForwardCase call({});
+  const attnres_forward_args args = call.args();
+  for (const std::string& value : {std::string("\x1b[31m\n\xff\t"), std::string(100000, '\xc3')}) {
+    for (const char* name : {"LIBATTNRES_NUM_THREADS", "LIBATTNRES_BATCH_INVARIANT"}) {
+      setenv(name, value.c_str(), 1);
+      EXPECT_EQ(attnres_forward_host(&args), ATTNRES_INVALID_ARGUMENT);
+      const std::string message = attnres_last_error_message();
+      EXPECT_EQ(message.find(std::string(name) + ": expected "), size_t{0});
+      for (const char c : message) EXPECT(c >= 0x20 && c < 0x7f);
+      unsetenv(name);
+    }
+  }
 }
 
 TEST_CASE(null_structs_are_refused) {
