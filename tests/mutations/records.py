@@ -141,7 +141,7 @@ MUTATIONS = (
         PLAN_FILE,
         "  require_complete(path, file.back());\n  return file;",
         "  return file;",
-        "replay_plan_file",
+        "test_plan_file a_device_must_be_served_to_the_end",
     ),
     Mutation(
         "float_environment",
@@ -157,15 +157,7 @@ MUTATIONS = (
         "cpp/src/host_token.inl",
         "    if (num_blocks > 0) {\n      for (int i = 0; i < num_sources; ++i) weights[i]",
         "    if (num_sources > 0) {\n      for (int i = 0; i < num_sources; ++i) weights[i]",
-        "test_host_forward one_source_is_passed_through_bit_for_bit",
-    ),
-    Mutation(
-        "threads_after_fork",
-        "a forked child starts threads of its own",
-        "cpp/src/host_threads.cpp",
-        "pthread_atfork(nullptr, nullptr, forget_pool)",
-        "(static_cast<void>(forget_pool), 0)",
-        "test_host_forward a_forked_child_runs_with_threads_of_its_own",
+        "replay_call",
     ),
     Mutation(
         "autograd",

@@ -134,7 +134,7 @@ def test_a_wrong_plan_file_is_named_and_refused(content: bytes | None, expected:
         path.mkdir()
     else:
         path.write_bytes(content)
-    program = "import libattnres; print(libattnres.probe())"
+    program = "import libattnres; print(libattnres.probe().plan_error)"
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "LIBATTNRES_PLAN_FILE": str(path)},
