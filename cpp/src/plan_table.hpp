@@ -53,6 +53,14 @@ constexpr PlanRow cluster_row(Reads reads, int max_sources, double max_entries_p
 // - Long batches: six rows in flight, four with few sources. More only push one another, and the rows about to
 //   be written back, out of L2: 8 blocks, T = 8192: 329.9 with six, 336.9 with eight, 347 with fourteen; 1 block:
 //   144.9 with four in NC = 1 x 2 blocks, 146.7 in NC = 3, 159 with eight.
+// - The SM's own side, a token of 8 blocks with the bank in L2, NC = 2 x 2 blocks: 3.43, of which the 17,200
+//   instructions need 2.2 at one per scheduler and cycle (Nsight Compute: 63 % of the slots busy; per issue 0.9
+//   cycles of waiting for rows, 0.8 for shared memory and shuffles, 0.6 at the barrier). Tried and not kept: rows
+//   handed back after their use, the proxy fence left to the producer, 3.37, but with two slots a long batch of 1
+//   block falls from 145 to 150; the next chunk reduced before the last is mixed, 3.32; sums of warps settled by
+//   lanes, 3.28 together; the output norm's weight from L1, which leaves room for one more row, 3.40.
+// - L2 hints: rows fetched as evict-first cost 9 % (8 blocks, T = 8192: 361 against 331), outputs stored as
+//   streaming win nothing once the depth is right.
 inline constexpr PlanRow kHopperPlan[] = {
     cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
     cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),
