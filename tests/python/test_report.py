@@ -195,6 +195,13 @@ def test_the_documentation_shows_what_its_json_says() -> None:
     assert report.render(text, DOCUMENT.parent) == text, "run: libattnres report --update docs/performance.md"
 
 
+def test_the_readme_shows_what_its_json_says() -> None:
+    readme = DOCUMENT.parents[1] / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    assert "| tokens, 8 blocks | floor | native |" in text
+    assert report.render(text, readme.parent) == text, "run: libattnres report --update README.md"
+
+
 def test_committed_results_are_of_a_clean_and_known_commit() -> None:
     for path in (DOCUMENT.parent / "performance").glob("*.json"):
         known = json.loads(path.read_text(encoding="utf-8"))["metadata"]

@@ -186,6 +186,18 @@ def latency_table(rows: Sequence[dict[str, Any]]) -> Table:
     return columns, lines
 
 
+def headline_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Every implementation in its faster PDL mode, for the most bank rows that were measured."""
+    rows = plain(rows, "common")
+    most = max((row["num_blocks"] for row in rows), default=0)
+    rows = [row for row in rows if row["num_blocks"] == most]
+    names = tuple(dict.fromkeys(row["backend"] for row in rows))
+    lines: list[tuple[object, ...]] = [
+        (tokens, *(targets.best_median(mine, name) for name in names)) for (_, tokens), mine in shapes(rows)
+    ]
+    return (f"tokens, {most} blocks", *names), lines
+
+
 def variant_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The native backend's other calls beside its common one."""
     common = dict(shapes(plain(rows, "common")))
@@ -236,6 +248,11 @@ def bench_rows(document: Document) -> list[dict[str, Any]]:
 def latency(document: Document) -> str:
     """The common path."""
     return markdown(*latency_table(bench_rows(document)))
+
+
+def headline(document: Document) -> str:
+    """The common path in few words."""
+    return markdown(*headline_table(bench_rows(document)))
 
 
 def variants(document: Document) -> str:
@@ -321,6 +338,7 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "machine": machine,
     "goals": goals,
     "latency": latency,
+    "headline": headline,
     "variants": variants,
     "kernels": kernels,
     "sm-side": sm_side,
