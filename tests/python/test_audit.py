@@ -13,8 +13,9 @@ from pathlib import Path
 import libattnres
 import pytest
 from libattnres import cli
-from libattnres.cli import audit, sass
-from libattnres.cli.kernel_flow import Scenario, follow
+from libattnres.audit import rules as audit
+from libattnres.audit import sass
+from libattnres.audit.kernel_flow import Scenario, follow
 from permutation_table import ROOT, floors, instances
 
 LIBRARY = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"

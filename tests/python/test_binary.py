@@ -11,8 +11,8 @@ from pathlib import Path
 
 import libattnres
 import pytest
-from libattnres.cli.audit import identify
-from libattnres.cli.sass import cuda_tool
+from libattnres.audit.rules import identify
+from libattnres.audit.sass import cuda_tool
 from permutation_table import ROOT, TARGETS, floors, instances
 
 PACKAGE = Path(next(iter(libattnres.__path__)))

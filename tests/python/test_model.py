@@ -10,7 +10,8 @@ from typing import Any
 import libattnres
 import pytest
 from libattnres import cli
-from libattnres.cli import audit, model, report
+from libattnres.audit import rules as audit
+from libattnres.cli import model, report
 from libattnres.cli.model import B200, B300, H200, CallShape, Constants, Measured, Work
 from libattnres.cli.workload import COMMON, SM_SIDE, VARIANTS
 

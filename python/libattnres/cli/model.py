@@ -29,7 +29,7 @@ import torch
 import libattnres
 from libattnres import _core
 from libattnres._call import CORE_DTYPES, PDL_MODES
-from libattnres.cli import audit
+from libattnres.audit import rules as audit
 from libattnres.cli.console import Console
 from libattnres.cli.workload import COMMON, ELEMENT_SIZE, SM_SIDE, VARIANTS, Variant
 from libattnres.model_walk import EPS, HIDDEN_SIZE, NUM_BANK_ROWS, walk_calls

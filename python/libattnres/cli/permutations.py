@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import libattnres
-from libattnres.cli import audit
+from libattnres.audit import rules as audit
 from libattnres.cli.console import Console
 
 HELP = "the kernels compiled into the library"

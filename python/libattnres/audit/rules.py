@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libattnres.cli import sass
-from libattnres.cli.kernel_flow import Flow, Parameter, Scenario, follow
-from libattnres.cli.sass import Edge, Function, Instruction, Loop
+from libattnres.audit import sass
+from libattnres.audit.kernel_flow import Flow, Parameter, Scenario, follow
+from libattnres.audit.sass import Edge, Function, Instruction, Loop
 
 __all__ = [
     "DETAIL_COLUMNS",

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from libattnres.cli.sass import Edge, Function, Instruction
+from libattnres.audit.sass import Edge, Function, Instruction
 
 __all__ = ["Flow", "Parameter", "Scenario", "follow"]
 
