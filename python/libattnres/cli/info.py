@@ -17,6 +17,8 @@ VARIABLES = (
     "LIBATTNRES_HOST_TARGET",
     "LIBATTNRES_NUM_THREADS",
     "LIBATTNRES_PLAN_FILE",
+    "LIBATTNRES_SGLANG",
+    "LIBATTNRES_VLLM",
 )
 
 HELP = "versions, devices, and which backends can be used here and why not the others"
