@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import libattnres
 from libattnres.cli.console import Console
@@ -20,6 +21,28 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = ("info", "permutations", "demo", "verify", "bench", "walk", "report", "tune", "certify", "model")
 
+# What a C or C++ build asks for: option, folder inside the package, help.
+FOLDERS = (
+    ("--cmake-dir", "lib/cmake/attnres", "print the folder of the CMake package, for attnres_DIR, and exit"),
+    ("--include-dir", "include", "print the folder that holds attnres/attnres.h, and exit"),
+    ("--pkg-config-dir", "lib/pkgconfig", "print the folder of attnres.pc, for PKG_CONFIG_PATH, and exit"),
+)
+
+
+class _PrintFolder(argparse.Action):
+    """Print a folder of the package and exit, as ``--version`` does with the version."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        # An editable install has several folders, and only one of them holds what was built.
+        roots = [Path(root) for root in libattnres.__path__]
+        found = next((root / self.const for root in roots if (root / self.const).is_dir()), None)
+        if found is None:
+            parser.error(f"{option}: expected {self.const} in {roots[0]}, found nothing there")
+        print(found)
+        parser.exit()
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
@@ -28,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Attention Residuals forward: what runs here, whether it is right, and how fast.",
     )
     parser.add_argument("--version", action="version", version=f"libattnres {libattnres.__version__}")
+    for option, folder, text in FOLDERS:
+        parser.add_argument(option, action=_PrintFolder, nargs=0, const=folder, help=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"libattnres.cli.{name}")
