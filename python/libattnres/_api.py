@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,19 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _empty_like = torch.empty_like
 _forward_tensors = _core.forward_tensors
-_increment_version = torch.autograd.graph.increment_version
+
+
+def _version_counter() -> Callable[[tuple[torch.Tensor, ...]], object]:
+    """``increment_version``, where it can be without its Python wrapper, which takes longer than the work."""
+    direct = getattr(torch._C, "_increment_version", None)
+    try:
+        direct((torch.empty(0),))  # type: ignore[misc]
+    except TypeError:  # none, or one of another signature
+        return torch.autograd.graph.increment_version
+    return cast("Callable[[tuple[torch.Tensor, ...]], object]", direct)
+
+
+_increment_version = _version_counter()
 
 
 def attn_res(
@@ -207,7 +220,7 @@ def attn_res(
         written = (*written, blocks)
     if written:
         _increment_version(written)
-    return cast(torch.Tensor, output)
+    return output  # type: ignore[return-value]
 
 
 def _may_require_grad(
