@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -300,9 +299,10 @@ def test_kernels_are_told_apart_by_their_symbols() -> None:
 def test_library_without_kernels_is_said_to_have_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_kernels(binary: Path, progress: Callable[..., object]) -> list[audit.Audit]:
-        return []
+    def audit_binary(*arguments: object) -> list[audit.Audit]:
+        raise AssertionError("a library without kernels is not looked into")
 
-    monkeypatch.setattr(audit, "audit_binary", no_kernels)
+    monkeypatch.setattr(libattnres, "permutations", list)
+    monkeypatch.setattr(audit, "audit_binary", audit_binary)
     assert cli.main(["permutations", "--audit"]) == 2
-    assert "built without kernels" in capsys.readouterr().err
+    assert "library: expected one with kernels, got one built without CUDA" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,25 @@ def test_other_measurements_are_refused(
     path = tmp_path / "other.json"
     path.write_text(content)
     assert cli.main(["model", "--measured", str(path)]) == 2
-    wanted = text if libattnres.permutations() else "built without CUDA"
+    wanted = text if set(libattnres.probe().built_targets) >= {"90a", "100a", "103a"} else "library: expected"
     assert wanted in capsys.readouterr().err
+
+
+def test_an_audit_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    for content in ("[]", '{"command": "permutations", "permutations": []}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"^--audit: expected what permutations --audit wrote"):
+            model.load_audit(path)
+
+
+def test_a_library_for_fewer_gpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = dataclasses.replace(libattnres.probe(), built_targets=("90a",))
+    monkeypatch.setattr(libattnres, "probe", lambda: probe)
+    assert cli.main(["model", "--measured", str(tmp_path / "none.json")]) == 2
+    assert "library: expected one with kernels for 90a, 100a and 103a, got 90a" in capsys.readouterr().err
 
 
 # --- documentation --------------------------------------------------------------------------------------

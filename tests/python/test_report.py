@@ -176,7 +176,7 @@ def test_files_are_printed(
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("[]", "expected what bench or walk wrote"), ('{"command": "info"}', "expected what")],
+    [("[]", "expected what bench, walk or model wrote"), ('{"command": "info"}', "expected what")],
 )
 def test_other_files_are_refused(
     content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -586,8 +586,9 @@ def summary(audits: Sequence[Audit]) -> list[tuple[object, ...]]:
 
 
 DETAIL_COLUMNS = (
-    "kernel", "target", "registers", "resident", "shared", "bulk copies", "mbarrier init/arrive/wait",
-    "grid wait/trigger", "loads x 16 B", "stores x 16 B", "packed", "scalar", "issued by phase", "per token",
+    "kernel", "target", "registers", "stack/local/spills", "resident", "shared", "bulk copies",
+    "mbarrier init/arrive/wait", "grid wait/trigger", "loads x 16 B", "stores x 16 B", "packed", "scalar",
+    "issued by phase", "per token",
 )  # fmt: skip
 
 
@@ -601,6 +602,7 @@ def details(audits: Sequence[Audit]) -> list[tuple[object, ...]]:
                 str(audit.kernel),
                 audit.target,
                 audit.registers,
+                f"{audit.stack}/{audit.local}/{audit.spills}",
                 audit.resident_blocks,
                 audit.shared,
                 counts["bulk copies"],

@@ -286,9 +286,9 @@ def supported_device(name: str | None) -> torch.device:
         raise ValueError(f"--device: expected cuda or cuda:N, got {name}")
     status = next((entry for entry in probe.devices if entry.index == device.index), None)
     if status is None or not status.native:
-        what = "one that is visible" if status is None else f"one with native kernels, got {status.name}"
-        reason = "" if status is None else f": {status.reason}"
-        raise libattnres.UnsupportedError(f"--device: expected {what}{reason}")
+        what = "one that is visible" if status is None else "one with native kernels"
+        got = device if status is None else f"{status.name}: {status.reason}"
+        raise libattnres.UnsupportedError(f"--device: expected {what}, got {got}")
     return device
 
 

@@ -31,6 +31,7 @@ from libattnres import _core
 from libattnres._call import CORE_DTYPES, PDL_MODES
 from libattnres.audit import rules as audit
 from libattnres.cli.console import Console
+from libattnres.cli.permutations import audit_installed
 from libattnres.cli.workload import COMMON, ELEMENT_SIZE, SM_SIDE, VARIANTS, Variant
 from libattnres.model_walk import EPS, HIDDEN_SIZE, NUM_BANK_ROWS, walk_calls
 
@@ -421,22 +422,18 @@ def walk_check(bench: Document, sites: Sequence[Mapping[str, Any]]) -> list[dict
 
 def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
     """Calibrate, predict, print; status 1 where the calibration is off by more than it may be."""
-    if not libattnres.permutations():
+    missing = {gpu.target for gpu in (H200, B200, B300)} - set(libattnres.probe().built_targets)
+    if missing:
+        built = ", ".join(libattnres.probe().built_targets) or "one built without CUDA"
         raise libattnres.UnsupportedError(
-            "model: expected a library with kernels, got one built without CUDA"
+            f"library: expected one with kernels for 90a, 100a and 103a, got {built}"
         )
     bench = json.loads(args.measured.read_text(encoding="utf-8"))
     if not isinstance(bench, dict) or bench.get("command") != "bench" or not bench.get("sm_side"):
         raise ValueError(f"--measured: expected what bench --targets wrote, got {args.measured}")
     if bench["metadata"]["devices"][0]["name"] != "NVIDIA H200":
         raise ValueError("--measured: expected measurements on an NVIDIA H200, got another device's")
-    if args.audit is None:
-        library = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"
-        audits = audit.audit_binary(library, console.progress)
-    else:
-        audits = [
-            audit.Audit.from_dict(one) for one in json.loads(args.audit.read_text(encoding="utf-8"))["audits"]
-        ]
+    audits = audit_installed(console) if args.audit is None else load_audit(args.audit)
     counts = counts_of(audits)
     floor, native = measured_rows(bench, counts, H200)
     model = Model(calibrate(floor, native, H200), counts, native)
@@ -460,6 +457,14 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
 
 
 MAX_ERROR = 0.15
+
+
+def load_audit(path: Path) -> list[audit.Audit]:
+    """What ``permutations --audit`` wrote."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or not document.get("audits"):
+        raise ValueError(f"--audit: expected what permutations --audit wrote with --json, got {path}")
+    return [audit.Audit.from_dict(one) for one in document["audits"]]
 
 
 def issued_rows(audits: Sequence[audit.Audit]) -> list[dict[str, Any]]:

@@ -61,12 +61,18 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     return 0, {"permutations": permutations}
 
 
+def audit_installed(console: Console) -> list[audit.Audit]:
+    """Audit the library of this package."""
+    if not libattnres.permutations():
+        raise libattnres.UnsupportedError("library: expected one with kernels, got one built without CUDA")
+    # An editable install has several folders, and only one of them holds what was built.
+    libraries = [Path(root) / "lib" / "libattnres.so" for root in libattnres.__path__]
+    return audit.audit_binary(next(path for path in libraries if path.is_file()), console.progress)
+
+
 def audit_library(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
     """Print what the machine code is and which rules it breaks; status 1 when it breaks any."""
-    library = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"
-    audits = audit.audit_binary(library, console.progress)
-    if not audits:
-        raise libattnres.UnsupportedError("this library was built without kernels")
+    audits = audit_installed(console)
     console.table("machine code of the kernels", audit.SUMMARY_COLUMNS, audit.summary(audits))
     if args.all:
         console.table("each kernel", audit.DETAIL_COLUMNS, audit.details(audits))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``libattnres report``: the results of ``bench`` and ``walk`` as Markdown and plots.
+"""``libattnres report``: the results of ``bench``, ``walk`` and ``model`` as Markdown, and plots.
 
 A document that shows them holds blocks ``<!-- table KIND FILE.json -->`` ... ``<!-- end -->``, with paths
 relative to itself. ``--update`` writes what lies between: the figures of a text are those of its JSON.
@@ -17,7 +17,7 @@ from typing import Any
 from libattnres.cli import model, targets
 from libattnres.cli.console import Console
 
-HELP = "results of bench and walk as Markdown tables and plots"
+HELP = "results of bench, walk and model as Markdown tables, and plots"
 
 BLOCK = re.compile(r"<!-- table (?P<kind>[\w-]+) (?P<path>\S+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
 
@@ -71,7 +71,7 @@ def load(path: Path) -> Document:
     """Results as a command wrote them."""
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or document.get("command") not in ("bench", "walk", "model"):
-        raise ValueError(f"{path}: expected what bench or walk wrote with --json, got something else")
+        raise ValueError(f"{path}: expected what bench, walk or model wrote with --json, got something else")
     return document
 
 
