@@ -3,10 +3,11 @@
 # there is no nvcc >= 13, NVIDIA's compiler come from PyPI into .venv.
 #
 #   make demo            install into .venv and run one model walk on the best backend of this machine
-#   make test            lint, C++ tests, Python tests, consumer projects
+#   make test            lint, C++ tests, also sanitized, Python tests, consumer projects
 #   make check-sanitized C++ tests and fuzz corpus with address and undefined-behaviour sanitizers
 #   make fuzz            run each fuzzer for FUZZ_SECONDS; needs Clang with libFuzzer
 #   make mutations       take defences away one by one, and see that a test fails each time
+#   make sanitize        compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit
 #   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
 #   make CUDA=OFF ...    no kernels at all
 

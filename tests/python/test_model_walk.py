@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The calls of one model step: how many of each kind, in which order, and what they move."""
+
 from __future__ import annotations
 
 from collections import Counter

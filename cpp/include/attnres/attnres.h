@@ -192,7 +192,7 @@ ATTNRES_API attnres_status attnres_plan_for(const attnres_forward_args* args, in
                                             attnres_plan_info* plan);
 
 /* Never fails for want of a GPU, a driver or a kernel: `info->native` and `info->reason` say so.
- * `device` -1 is the current device. The answer is kept per device. */
+ * `device` -1 is the current device. The answer is kept per device, but for a reason that may pass. */
 ATTNRES_API attnres_status attnres_probe(int32_t device, attnres_probe_info* info);
 
 /* Load every kernel for `device` (-1: current), so that a first call may be captured. */
