@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from importlib import metadata
 
+import check_dist
 import libattnres
 import pytest
 from permutation_table import ROOT, Instance, axes, instances
@@ -78,26 +80,23 @@ def test_readme_names_the_table() -> None:
 def test_distribution_holds_the_package_the_library_and_its_development_files() -> None:
     files = {str(file) for file in metadata.files("libattnres") or []}
     inside = {file for file in files if file.startswith("libattnres/") and "__pycache__" not in file}
-    assert {file for file in inside if not re.search(r"\.pyi?$", file)} == {
-        *(file for file in inside if re.fullmatch(r"libattnres/_core\.[\w.-]+\.so", file)),
-        "libattnres/py.typed",
-        "libattnres/include/attnres/attnres.h",
-        "libattnres/include/attnres/attnres.hpp",
-        "libattnres/lib/libattnres.so",
-        "libattnres/lib/cmake/attnres/attnresConfig.cmake",
-        "libattnres/lib/cmake/attnres/attnresConfigVersion.cmake",
-        "libattnres/lib/cmake/attnres/attnresTargets.cmake",
-        "libattnres/lib/cmake/attnres/attnresTargets-release.cmake",
-        "libattnres/lib/pkgconfig/attnres.pc",
-    }
-    assert len([file for file in inside if "/_core." in file and file.endswith(".so")]) == 1
-    sources = {
-        str(file.relative_to(ROOT / "python"))
-        for pattern in ("*.py", "*.pyi")
-        for file in (ROOT / "python").rglob(pattern)
-    }
-    assert {file for file in inside if re.search(r"\.pyi?$", file)} == sources
+    modules = {file for file in inside if re.fullmatch(r"libattnres/_core\.[\w.-]+\.so", file)}
+    assert len(modules) == 1
+    assert inside - modules == check_dist.expected_package_files()
     assert any(file.endswith("licenses/LICENSE") for file in files)
+
+
+def test_bill_of_materials_names_what_is_inside_the_binaries() -> None:
+    (file,) = (file for file in metadata.files("libattnres") or [] if file.match("*.dist-info/sboms/*"))
+    sbom = json.loads(file.read_text())
+    assert sbom["metadata"]["component"]["purl"] == f"pkg:pypi/libattnres@{VERSION}"
+    has_kernels = bool(libattnres.permutations())
+    components = {part["name"] for part in sbom["components"]}
+    assert components == {"pybind11"} | ({"cudart_static"} if has_kernels else set())
+    references = {part["bom-ref"] for part in sbom["components"]}
+    assert {name for entry in sbom["dependencies"] for name in entry["dependsOn"]} == references
+    properties = {entry["name"]: entry["value"] for entry in sbom["metadata"]["properties"]}
+    assert (properties["libattnres:cuda-targets"] == "none") is not has_kernels
 
 
 def test_command_line_is_an_entry_point() -> None:
