@@ -134,6 +134,17 @@ def test_tables_say_what_the_results_say(kind: str, lines: list[str], document: 
         assert line in rendered
 
 
+def test_every_other_implementation_stands_beside_ours() -> None:
+    rows = [row("native", 40.0), row("torch", 800.0), row("liger", 100.0)]
+    columns, (line,) = report.latency_table(rows)
+    beside = dict(zip(columns, line, strict=True))
+    assert (beside["torch / native"], beside["liger / native"]) == (20.0, 2.5)
+    columns, (line,) = report.latency_table([row("host", 50.0), row("torch", 800.0)])
+    beside = dict(zip(columns, line, strict=True))
+    assert beside["torch / host"] == 16.0
+    assert "native / floor" not in beside
+
+
 def test_results_of_walk_alone_have_its_tables_and_no_others(document: dict[str, Any]) -> None:
     alone = {"command": "walk", "metadata": document["metadata"], **document["walk"]}
     assert report.KINDS["walk"](alone) == report.KINDS["walk"](document)

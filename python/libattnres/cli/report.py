@@ -161,26 +161,37 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def latency_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Every implementation on the common path."""
+    """Every implementation on the common path, and its time over that of the native or host backend."""
     rows = plain(rows, "common")
     names = tuple(dict.fromkeys(row["name"] for row in rows))
+    backends = tuple(dict.fromkeys(row["backend"] for row in rows))
+    base = "host" if "host" in backends else "native"
+    others = [name for name in backends if name not in (base, "floor")]
     lines: list[tuple[object, ...]] = []
     for (num_blocks, tokens), mine in shapes(rows):
         by_name = {row["name"]: row["median_us"] for row in mine}
-        ours, floor, triton = (targets.best_median(mine, name) for name in ("native", "floor", "triton"))
-        best = next((row for row in mine if row["backend"] == "native" and row["median_us"] == ours), None)
+        ours, floor = (targets.best_median(mine, name) for name in (base, "floor"))
+        best = next((row for row in mine if row["backend"] == base and row["median_us"] == ours), None)
         lines.append(
             (
                 num_blocks,
                 tokens,
                 *(by_name.get(name) for name in names),
-                ratio(ours, floor),
-                ratio(triton, ours),
+                *([ratio(ours, floor)] if base == "native" else []),
+                *(ratio(targets.best_median(mine, name), ours) for name in others),
                 None if best is None else round(best["gb_per_s"]),
                 None if best is None else round(100 * best["copy_fraction"]),
             )
         )
-    columns = ("blocks", "tokens", *names, "native / floor", "triton / native", "GB/s", "% of copy")
+    columns = (
+        "blocks",
+        "tokens",
+        *names,
+        *(["native / floor"] if base == "native" else []),
+        *(f"{name} / {base}" for name in others),
+        "GB/s",
+        "% of copy",
+    )
     if not copy_bounds(rows):
         return columns[:-1], [line[:-1] for line in lines]
     return columns, lines
