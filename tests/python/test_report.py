@@ -209,7 +209,7 @@ def test_the_documentation_shows_what_its_json_says() -> None:
 def test_the_readme_shows_what_its_json_says() -> None:
     readme = DOCUMENT.parents[1] / "README.md"
     text = readme.read_text(encoding="utf-8")
-    assert "| tokens, 8 blocks | floor | native |" in text
+    assert "| tokens, 8 blocks | floor | native early | native wait |" in text
     assert report.render(text, readme.parent) == text, "run: libattnres report --update README.md"
 
 

@@ -198,15 +198,20 @@ def latency_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def headline_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Every implementation in its faster PDL mode, for the most bank rows that were measured."""
+    """Every implementation, the native one in each PDL mode, for the most bank rows that were measured."""
     rows = plain(rows, "common")
     most = max((row["num_blocks"] for row in rows), default=0)
     rows = [row for row in rows if row["num_blocks"] == most]
-    names = tuple(dict.fromkeys(row["backend"] for row in rows))
-    lines: list[tuple[object, ...]] = [
-        (tokens, *(targets.best_median(mine, name) for name in names)) for (_, tokens), mine in shapes(rows)
-    ]
-    return (f"tokens, {most} blocks", *names), lines
+    native = tuple(dict.fromkeys(row["name"] for row in rows if row["backend"] == "native"))
+    others = dict.fromkeys(row["backend"] for row in rows if row["backend"] not in ("floor", "native"))
+    lines: list[tuple[object, ...]] = []
+    for (_, tokens), mine in shapes(rows):
+        by_name = {row["name"]: row["median_us"] for row in mine}
+        best = {name: targets.best_median(mine, name) for name in ("floor", *others)}
+        lines.append(
+            (tokens, best["floor"], *(by_name.get(name) for name in native), *(best[name] for name in others))
+        )
+    return (f"tokens, {most} blocks", "floor", *native, *others), lines
 
 
 def variant_table(rows: Sequence[dict[str, Any]]) -> Table:
