@@ -2,7 +2,9 @@
 // The ring kernel with its races made wide, against the library's own. tests/python/test_ring_order.py compiles
 // this with copies of the kernel's headers in which the producer spoils a row slot before it fills it again, and
 // consumers linger before they read a row or a partial sum. A kernel whose order holds gives the same bits all
-// the same; one that reads too early, or hands back too early, reads what was spoiled.
+// the same; one that reads too early, or hands back too early, reads what was spoiled. A spoiled slot takes the
+// producer several microseconds, and nobody can publish the next sums without the next rows: for those who read
+// sums there are runs in which one warp stays behind for longer than it takes to refill the whole ring.
 #include <cstdio>
 #include <cstring>
 
@@ -22,6 +24,19 @@ __device__ __forceinline__ void spoil_slot(uint32_t row, uint32_t bytes) {
 // One warp at a time stays behind, longer than the others take for a step, and the last one hardly ever does.
 __device__ __forceinline__ void linger(uint32_t step) {
   if (threadIdx.x / 32 == step % 7) __nanosleep(4000);
+}
+
+// Cycles that the first warp stays behind before it reads the first of some partial sums; 0: like the others.
+__device__ uint32_t sums_delay = 0;
+
+// Before the i-th of some partial sums is read. A sleep may end early; a clock does not.
+__device__ __forceinline__ void linger_at_sums(uint32_t i) {
+  const uint32_t delay = sums_delay;
+  if (delay == 0) return linger(i);
+  if (i > 0 || threadIdx.x >= 32) return;
+  const int64_t start = clock64();
+  while (clock64() - start < delay) __nanosleep(1000);
+  __syncwarp();
 }
 
 }  // namespace attnres
@@ -66,9 +81,9 @@ struct DeviceBuffers {
   }
 };
 
-// Whether the kernel of these parameters gives the library's bits with so many row slots.
+// Whether the kernel of these parameters gives the library's bits with so many row slots and such a delay.
 template <int N, int NC>
-bool same_as_library(int ring_rows) {
+bool same_as_library(int ring_rows, uint32_t sums_delay) {
   using Ring = attnres::RingInstance<kHidden, N, NC, 1, true, true>;
   const ForwardCase call({.num_tokens = 6 * kBlocks, .hidden_size = kHidden, .num_blocks = N - 1});
   const DeviceBuffers wanted(call), got(call);
@@ -96,6 +111,8 @@ bool same_as_library(int ring_rows) {
                                          .block_write_idx = -1,
                                          .early = 0,
                                          .ring_rows = ring_rows};
+  require(cudaMemcpyToSymbol(attnres::sums_delay, &sums_delay, sizeof(sums_delay)) == cudaSuccess,
+          "cudaMemcpyToSymbol");
   const uint32_t bytes = Ring::kFixedSharedMemory + ring_rows * kHidden * 2;
   require(cudaFuncSetAttribute(Ring::function(), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                bytes) == cudaSuccess,
@@ -106,7 +123,8 @@ bool same_as_library(int ring_rows) {
           "launch");
   const bool same = wanted.read(call, kOutput) == got.read(call, kOutput) &&
                     wanted.read(call, kPrefix) == got.read(call, kPrefix);
-  std::printf("N=%d NC=%d ring_rows=%d: %s\n", N, NC, ring_rows, same ? "same" : "different");
+  std::printf("N=%d NC=%d ring_rows=%d sums_delay=%u: %s\n", N, NC, ring_rows, sums_delay,
+              same ? "same" : "different");
   return same;
 }
 
@@ -115,7 +133,9 @@ bool same_as_library(int ring_rows) {
 int main() {
   bool same = true;
   // A stage and no more; one slot beyond; more than a token needs.
-  for (const int ring_rows : {3, 4, 11}) same &= same_as_library<9, 3>(ring_rows);
+  for (const uint32_t sums_delay : {0u, 2'000'000u}) {
+    for (const int ring_rows : {3, 4, 11}) same &= same_as_library<9, 3>(ring_rows, sums_delay);
+  }
   return same ? 0 : 1;
 }
 

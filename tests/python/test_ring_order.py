@@ -33,7 +33,7 @@ WIDENED: tuple[Change, ...] = (
     (
         RING,
         "for (int i = 0; i < V; ++i) sums[i] = sum_of_warps(buffer + i * 32);",
-        "for (int i = 0; i < V; ++i) { linger(i); sums[i] = sum_of_warps(buffer + i * 32); }",
+        "for (int i = 0; i < V; ++i) { linger_at_sums(i); sums[i] = sum_of_warps(buffer + i * 32); }",
     ),
     # A mutated kernel may wait for ever; this one gives up after 100 ms.
     (
