@@ -34,11 +34,12 @@ MIB = 1 << 20
 # A third more than what was built last; an index takes 100 MiB a file. Whoever raises one says why.
 LIMITS = {"sdist": 2 * MIB, "wheel": 11 * MIB, "wheel, unpacked": 42 * MIB, "host-only wheel": 1 * MIB}
 
+LIBRARY = "libattnres/lib/libattnres.so"
 DEVELOPMENT_FILES = {
+    LIBRARY,
     "libattnres/py.typed",
     "libattnres/include/attnres/attnres.h",
     "libattnres/include/attnres/attnres.hpp",
-    "libattnres/lib/libattnres.so",
     "libattnres/lib/cmake/attnres/attnresConfig.cmake",
     "libattnres/lib/cmake/attnres/attnresConfigVersion.cmake",
     "libattnres/lib/cmake/attnres/attnresTargets.cmake",
@@ -81,6 +82,11 @@ def expected_symbols() -> set[str]:
     minor = header_version().rpartition(".")[0]
     record = (ROOT / f"tests/abi/attnres-{minor}.txt").read_text().splitlines()
     return {line for line in record if line.startswith("symbol ")}
+
+
+def has_kernels(library: bytes) -> bool:
+    """Whether a library was built with CUDA: nvcc puts device code into a section of its own."""
+    return b".nv_fatbin" in library
 
 
 @dataclass
@@ -162,13 +168,12 @@ def check_wheel(path: Path) -> Report:
             return report
         _check_record(report, wheel, info + "RECORD")
         _check_metadata(report, wheel.read(info + "METADATA"))
-        library = wheel.read("libattnres/lib/libattnres.so")
-        has_kernels = b".nv_fatbin" in library
-        _check_sbom(report, wheel.read(info + "sboms/libattnres.cdx.json"), has_kernels=has_kernels)
+        kernels = has_kernels(wheel.read(LIBRARY))
+        _check_sbom(report, wheel.read(info + "sboms/libattnres.cdx.json"), has_kernels=kernels)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(wheel.extract("libattnres/lib/libattnres.so", folder))
+            file = Path(wheel.extract(LIBRARY, folder))
             report.expect_same("symbols", set(interface.describe_library(file)), expected_symbols())
-        if has_kernels:
+        if kernels:
             report.expect_size("wheel", path.stat().st_size)
             report.expect_size("wheel, unpacked", sum(entry.file_size for entry in wheel.infolist()))
         else:
