@@ -3,22 +3,25 @@
 
 :func:`attn_res` runs it on the backend that the tensors and the machine deserve: native CUDA kernels,
 Triton, eager PyTorch, or C++ on the CPU. Importing this package starts no CUDA context.
+
+PyTorch is imported with the first name that needs it. The operator is known to PyTorch as ``torch.ops.libattnres`` as soon as both packages are imported, in any order.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from libattnres import _core
-from libattnres._api import attn_res, explain
-from libattnres._call import Plan
 from libattnres._core import UnsupportedError
-from libattnres._dispatch import Explanation
-from libattnres._probe import DeviceStatus, Probe, permutations, probe, warmup
 
 if TYPE_CHECKING:
-    from libattnres import model_walk, reference
+    from libattnres import model_walk, nn, reference
+    from libattnres._api import attn_res, explain
+    from libattnres._call import Plan
+    from libattnres._dispatch import Explanation
+    from libattnres._probe import DeviceStatus, Probe, permutations, probe, warmup
 
 __all__ = [
     "DeviceStatus",
@@ -30,6 +33,7 @@ __all__ = [
     "attn_res",
     "explain",
     "model_walk",
+    "nn",
     "permutations",
     "probe",
     "reference",
@@ -38,9 +42,44 @@ __all__ = [
 
 __version__: str = _core.version()
 
+_MODULES = ("model_walk", "nn", "reference")
+_WITH_TORCH = {
+    "DeviceStatus": "_probe",
+    "Explanation": "_dispatch",
+    "Plan": "_call",
+    "Probe": "_probe",
+    "attn_res": "_api",
+    "explain": "_api",
+    "permutations": "_probe",
+    "probe": "_probe",
+    "warmup": "_probe",
+}
+
+
+def _load() -> None:
+    """Import what works on tensors, and register the operator with PyTorch."""
+    for name, module in _WITH_TORCH.items():
+        globals()[name] = getattr(import_module(f"libattnres.{module}"), name)
+
 
 def __getattr__(name: str) -> Any:
-    """Import what a plain user of the operator does not need on first use."""
-    if name in ("model_walk", "reference"):
+    """Import what is asked for."""
+    if name in _WITH_TORCH:
+        _load()
+        return globals()[name]
+    if name in _MODULES:
         return import_module(f"libattnres.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names that are not imported yet as well."""
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    _load()
+else:
+    from libattnres import _after_torch
+
+    _after_torch.call(_load)

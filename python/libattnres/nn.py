@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules over :func:`libattnres.attn_res`: one call site, and the residual stream of a whole model.
+
+:class:`AttnResStack` keeps its weights under the names that a Kimi K3 checkpoint has for them, once the
+prefix of the language model (``language_model.model.``) is taken off:
+
+====================================================== ======== ===============================
+name                                                   shape    argument of ``attn_res``
+====================================================== ======== ===============================
+``layers.<l>.self_attention_res_norm.weight``          [H]      ``norm_weight`` before attention
+``layers.<l>.self_attention_res_proj.weight``          [1, H]   ``qk_weight``
+``layers.<l>.input_layernorm.weight``                  [H]      ``output_norm_weight``
+``layers.<l>.mlp_res_norm.weight``                     [H]      ``norm_weight`` before the MLP
+``layers.<l>.mlp_res_proj.weight``                     [1, H]   ``qk_weight``
+``layers.<l>.post_attention_layernorm.weight``         [H]      ``output_norm_weight``
+``output_attn_res_norm.weight``                        [H]      ``norm_weight`` after the last layer
+``output_attn_res_proj.weight``                        [1, H]   ``qk_weight``
+====================================================== ======== ===============================
+
+The names are those of the public implementations: vLLM (``vllm/models/kimi_k3/nvidia/model.py``) and SGLang
+(``python/sglang/srt/models/kimi_k3.py``) load them from the checkpoint as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from libattnres._api import attn_res
+
+__all__ = ["AttnRes", "AttnResLayer", "AttnResStack", "HandOver", "Stream"]
+
+MAX_BLOCKS = 8
+"""Bank rows that the operator reads at most."""
+
+
+class Stream(NamedTuple):
+    """The residual stream between two sub-layers."""
+
+    prefix: torch.Tensor
+    """``[M, H]``, running residual of the block that is open; updated in place by the next call."""
+    blocks: torch.Tensor
+    """``[M, R, H]``, the bank; rows of blocks that are not open yet are uninitialised."""
+
+
+class HandOver(NamedTuple):
+    """What one pipeline stage gives the next."""
+
+    prefix: torch.Tensor
+    """``[M, H]``, with the output of the stage's last MLP added."""
+    bank: torch.Tensor
+    """``[M, rows, H]``, one row for each block that was opened so far."""
+
+
+class AttnRes(nn.Module):
+    """One call site of Attention Residuals: the weights and options of :func:`libattnres.attn_res`.
+
+    The operator has no backward, so the parameters do not require grad. A new module attends uniformly:
+    norm weights are one and the query is zero.
+
+    Parameters
+    ----------
+    hidden_size : int
+        ``H``.
+    output_norm : bool
+        Whether the output is normalised; without it there is no ``output_norm_weight``.
+    eps, output_norm_eps : float
+        Epsilons of the scores' and of the output's norm.
+    backend, pdl, batch_invariant
+        As for :func:`libattnres.attn_res`.
+    device, dtype
+        Of the parameters.
+    """
+
+    output_norm_weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        output_norm: bool = True,
+        eps: float = 1e-5,
+        output_norm_eps: float = 1e-5,
+        backend: str | None = None,
+        pdl: str = "wait",
+        batch_invariant: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.output_norm_eps = output_norm_eps
+        self.backend = backend
+        self.pdl = pdl
+        self.batch_invariant = batch_invariant
+        self.norm_weight = _weight(hidden_size, fill=1.0, device=device, dtype=dtype)
+        self.qk_weight = _weight(hidden_size, fill=0.0, device=device, dtype=dtype)
+        if output_norm:
+            self.output_norm_weight = _weight(hidden_size, fill=1.0, device=device, dtype=dtype)
+        else:
+            self.register_parameter("output_norm_weight", None)
+
+    def forward(
+        self,
+        prefix: torch.Tensor,
+        delta: torch.Tensor | None,
+        blocks: torch.Tensor,
+        num_blocks: int,
+        block_write_idx: int = -1,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``attn_res`` with the weights of this site; updates ``prefix`` and ``blocks`` as it does.
+
+        Parameters
+        ----------
+        prefix, delta : torch.Tensor
+            ``[M, H]``; ``delta`` may be None.
+        blocks : torch.Tensor
+            ``[T, R, H]``.
+        num_blocks, block_write_idx, out
+            As for :func:`libattnres.attn_res`.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[M, H]``.
+        """
+        return attn_res(
+            prefix,
+            delta,
+            blocks,
+            self.norm_weight,
+            self.qk_weight,
+            self.output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            self.eps,
+            self.output_norm_eps,
+            out=out,
+            backend=self.backend,
+            pdl=self.pdl,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def extra_repr(self) -> str:
+        """For ``repr``."""
+        return f"{self.hidden_size}, output_norm={self.output_norm_weight is not None}, eps={self.eps}"
+
+
+class AttnResLayer(nn.Module):
+    """The weights of one layer's two call sites, under the names of a Kimi K3 checkpoint."""
+
+    def __init__(self, hidden_size: int, **where: Any) -> None:
+        super().__init__()
+        self.self_attention_res_norm = _Weight(hidden_size, fill=1.0, **where)
+        self.self_attention_res_proj = _Weight(1, hidden_size, fill=0.0, **where)
+        self.input_layernorm = _Weight(hidden_size, fill=1.0, **where)
+        self.mlp_res_norm = _Weight(hidden_size, fill=1.0, **where)
+        self.mlp_res_proj = _Weight(1, hidden_size, fill=0.0, **where)
+        self.post_attention_layernorm = _Weight(hidden_size, fill=1.0, **where)
+
+
+class AttnResStack(nn.Module):
+    """The residual stream of a model shaped like Kimi K3, or of one pipeline stage of it.
+
+    It owns the AttnRes weights and knows, for each layer, how many bank rows to read, when to write one and
+    when a new block replaces the prefix. The sub-layers are the model's own::
+
+        stream, output = stack.begin(embeddings), None
+        for layer in stack.layer_range:
+            hidden, stream = stack.before_attention(layer, stream, output)
+            hidden, stream = stack.before_mlp(layer, stream, attention[layer](hidden))
+            output = mlp[layer](hidden)
+        hidden = stack.finish(stream, output)      # or stack.hand_over(stream, output)
+
+    which :meth:`forward` does as well. Everything is per token: under sequence parallelism each rank passes
+    its own tokens, gathers what the sub-layers need and scatters what they return. Runs eagerly, in one graph
+    of ``torch.compile``, and captured into a CUDA graph after :func:`libattnres.warmup`.
+
+    Parameters
+    ----------
+    num_layers, hidden_size : int
+        Layers of the whole model, and ``H``.
+    block_size : int
+        Layers per block, ``attn_res_block_size`` of a Kimi K3 configuration. At most 8 blocks.
+    eps, output_norm_eps : float
+        Epsilons of the scores' and of the output's norms.
+    first_layer, end_layer : int
+        Layers of this pipeline stage, ``first_layer <= l < end_layer``; all by default. The stage that has
+        the last layer has the weights of the call after it too.
+    backend, pdl, batch_invariant
+        As for :func:`libattnres.attn_res`.
+    device, dtype
+        Of the parameters, which do not require grad.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        block_size: int,
+        *,
+        eps: float = 1e-5,
+        output_norm_eps: float = 1e-5,
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        backend: str | None = None,
+        pdl: str = "wait",
+        batch_invariant: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        end_layer = num_layers if end_layer is None else end_layer
+        if block_size < 1:
+            raise ValueError(f"block_size: expected a number >= 1, got {block_size}")
+        if not 1 <= num_layers <= MAX_BLOCKS * block_size:
+            raise ValueError(
+                f"num_layers: expected 1..{MAX_BLOCKS * block_size} for {MAX_BLOCKS} blocks of {block_size} "
+                f"layers, got {num_layers}"
+            )
+        if not 0 <= first_layer < end_layer <= num_layers:
+            raise ValueError(
+                f"end_layer: expected 0 <= first_layer < end_layer <= {num_layers}, "
+                f"got {first_layer} and {end_layer}"
+            )
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        self.block_size = block_size
+        self.eps = eps
+        self.output_norm_eps = output_norm_eps
+        self.first_layer = first_layer
+        self.end_layer = end_layer
+        self.backend = backend
+        self.pdl = pdl
+        self.batch_invariant = batch_invariant
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        # By the layer's number in the whole model, as in the checkpoint.
+        self.layers = nn.ModuleDict(
+            {str(layer): AttnResLayer(hidden_size, **where) for layer in self.layer_range}
+        )
+        if self.is_last_stage:
+            self.output_attn_res_norm = _Weight(hidden_size, fill=1.0, **where)
+            self.output_attn_res_proj = _Weight(1, hidden_size, fill=0.0, **where)
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> AttnResStack:
+        """For a Hugging Face configuration of Kimi K3, as an object or a mapping.
+
+        Reads ``num_hidden_layers``, ``hidden_size``, ``attn_res_block_size`` and ``rms_norm_eps`` from it, or
+        from its ``text_config`` where it has one.
+
+        Parameters
+        ----------
+        config : object
+            ``AutoConfig.from_pretrained(...)`` or the parsed ``config.json``.
+        **options
+            Of the constructor.
+        """
+
+        def get(source: Any, name: str) -> Any:
+            return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+        text = get(config, "text_config")
+        values = []
+        for name in ("num_hidden_layers", "hidden_size", "attn_res_block_size", "rms_norm_eps"):
+            value = get(config if text is None else text, name)
+            if value is None:
+                raise ValueError(f"config: expected one with {name}, got none")
+            values.append(value)
+        num_layers, hidden_size, block_size, eps = values
+        return cls(num_layers, hidden_size, block_size, **{"eps": eps, "output_norm_eps": eps, **options})
+
+    @property
+    def layer_range(self) -> range:
+        """The layers of this stage."""
+        return range(self.first_layer, self.end_layer)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the last layer is one of this stage's."""
+        return self.end_layer == self.num_layers
+
+    @property
+    def num_inherited_rows(self) -> int:
+        """Bank rows that earlier stages have written."""
+        return self._blocks_before(self.first_layer)
+
+    @property
+    def num_bank_rows(self) -> int:
+        """Bank rows that are written when this stage has run."""
+        return self._blocks_before(self.end_layer)
+
+    def begin(self, hidden_states: torch.Tensor, bank: torch.Tensor | None = None) -> Stream:
+        """The stream before the stage's first layer.
+
+        Parameters
+        ----------
+        hidden_states : torch.Tensor
+            ``[M, H]``: the embeddings, which stay as they are, or the prefix that the stage before handed
+            over, which is updated in place.
+        bank : torch.Tensor, optional
+            ``[M, rows, H]``: the bank that was handed over, or memory for this step's. With ``num_bank_rows``
+            rows it is used as it is and written; with fewer, but the inherited ones, it is copied. By
+            default the first stage allocates one.
+
+        Returns
+        -------
+        Stream
+            For :meth:`before_attention`.
+        """
+        inherited, rows = self.num_inherited_rows, self.num_bank_rows
+        if bank is not None and bank.shape[1] >= rows:
+            return Stream(hidden_states, bank)
+        available = 0 if bank is None else bank.shape[1]
+        if available < inherited:
+            raise ValueError(f"bank: expected [M, rows, H] with rows >= {inherited}, got {available} rows")
+        blocks = hidden_states.new_empty(hidden_states.shape[0], rows, hidden_states.shape[1])
+        if bank is not None and inherited > 0:
+            blocks[:, :inherited].copy_(bank[:, :inherited])
+        return Stream(hidden_states, blocks)
+
+    def before_attention(
+        self, layer: int, stream: Stream, mlp_output: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Stream]:
+        """The normalised input of a layer's attention; opens a block in every ``block_size``-th layer.
+
+        Parameters
+        ----------
+        layer : int
+            Its number in the whole model.
+        stream : Stream
+            From :meth:`begin` or :meth:`before_mlp`.
+        mlp_output : torch.Tensor, optional
+            ``[M, H]``, of the layer before; None for the stage's first layer.
+
+        Returns
+        -------
+        hidden, stream
+            ``[M, H]``, and the stream for :meth:`before_mlp`.
+        """
+        weights = self._layer(layer)
+        if (mlp_output is None) != (layer == self.first_layer):
+            expected = "None before the stage's first layer" if mlp_output is not None else "a tensor"
+            raise ValueError(f"mlp_output: expected {expected}, got {type(mlp_output).__name__}")
+        opens_block = layer % self.block_size == 0
+        hidden = self._attn_res(
+            stream,
+            mlp_output,
+            weights.self_attention_res_norm.weight,
+            weights.self_attention_res_proj.weight,
+            weights.input_layernorm.weight,
+            self._blocks_before(layer),
+            layer // self.block_size if opens_block else -1,
+        )
+        return hidden, stream
+
+    def before_mlp(
+        self, layer: int, stream: Stream, attention_output: torch.Tensor
+    ) -> tuple[torch.Tensor, Stream]:
+        """The normalised input of a layer's MLP.
+
+        Parameters
+        ----------
+        layer : int
+            As in the :meth:`before_attention` before it.
+        stream : Stream
+            From it.
+        attention_output : torch.Tensor
+            ``[M, H]``. In a layer that opens a block it becomes the prefix, and is updated in place from
+            then on.
+
+        Returns
+        -------
+        hidden, stream
+            ``[M, H]``, and the stream for the next layer, :meth:`hand_over` or :meth:`finish`.
+        """
+        weights = self._layer(layer)
+        delta: torch.Tensor | None = attention_output
+        if layer % self.block_size == 0:
+            stream, delta = Stream(attention_output, stream.blocks), None
+        hidden = self._attn_res(
+            stream,
+            delta,
+            weights.mlp_res_norm.weight,
+            weights.mlp_res_proj.weight,
+            weights.post_attention_layernorm.weight,
+            self._blocks_before(layer + 1),
+            -1,
+        )
+        return hidden, stream
+
+    def finish(self, stream: Stream, mlp_output: torch.Tensor) -> torch.Tensor:
+        """The hidden states after the last layer, before the model's final norm.
+
+        Parameters
+        ----------
+        stream : Stream
+            From the last :meth:`before_mlp`.
+        mlp_output : torch.Tensor
+            ``[M, H]``, of the last layer.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[M, H]``.
+        """
+        if not self.is_last_stage:
+            raise ValueError(
+                f"end_layer: expected {self.num_layers} for the call after the stack, got {self.end_layer}; "
+                "use hand_over"
+            )
+        return self._attn_res(
+            stream,
+            mlp_output,
+            self.output_attn_res_norm.weight,
+            self.output_attn_res_proj.weight,
+            None,
+            self.num_bank_rows,
+            -1,
+        )
+
+    def hand_over(self, stream: Stream, mlp_output: torch.Tensor) -> HandOver:
+        """What the next pipeline stage begins with: ``next_stack.begin(*hand_over)``.
+
+        The sum is the one that the operator would make, to the bit; ``stream.prefix`` is updated in place.
+
+        Parameters
+        ----------
+        stream : Stream
+            From the stage's last :meth:`before_mlp`.
+        mlp_output : torch.Tensor
+            ``[M, H]``, of the stage's last layer.
+        """
+        return HandOver(stream.prefix.add_(mlp_output), stream.blocks[:, : self.num_bank_rows])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention: Callable[[int, torch.Tensor], torch.Tensor],
+        mlp: Callable[[int, torch.Tensor], torch.Tensor],
+        *,
+        bank: torch.Tensor | None = None,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        scatter: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor | HandOver:
+        """Run the stage's layers.
+
+        Parameters
+        ----------
+        hidden_states, bank : torch.Tensor
+            As for :meth:`begin`.
+        attention, mlp : callable
+            ``(layer, hidden) -> output``, ``[tokens, H]`` both.
+        gather, scatter : callable, optional
+            Sequence parallelism: ``gather`` makes a sub-layer's input from this rank's tokens (all-gather),
+            ``scatter`` makes this rank's tokens from its partial output (reduce-scatter).
+
+        Returns
+        -------
+        torch.Tensor or HandOver
+            :meth:`finish` in the last stage, else :meth:`hand_over`.
+        """
+
+        def run(
+            sublayer: Callable[[int, torch.Tensor], torch.Tensor], layer: int, hidden: torch.Tensor
+        ) -> torch.Tensor:
+            output = sublayer(layer, hidden if gather is None else gather(hidden))
+            return output if scatter is None else scatter(output)
+
+        stream = self.begin(hidden_states, bank)
+        output: torch.Tensor | None = None
+        for layer in self.layer_range:
+            hidden, stream = self.before_attention(layer, stream, output)
+            hidden, stream = self.before_mlp(layer, stream, run(attention, layer, hidden))
+            output = run(mlp, layer, hidden)
+        assert output is not None  # a stage has a layer
+        return self.finish(stream, output) if self.is_last_stage else self.hand_over(stream, output)
+
+    def load_checkpoint(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        prefix: str | None = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> set[str]:
+        """Load this stage's weights from a checkpoint of the whole model.
+
+        ``load_state_dict`` does when the names are exactly those of this module.
+
+        Parameters
+        ----------
+        weights : mapping or iterable of pairs
+            Names and tensors, such as a state dict or what a reader of safetensors yields; other tensors
+            are passed over.
+        prefix : str, optional
+            What comes before ``layers.`` in the names: ``"language_model.model."`` in Kimi K3's. By default
+            whatever comes before the names that AttnRes alone has, which must be one prefix.
+        rename : callable, optional
+            Gives a checkpoint's name that of the table above, for formats that have others.
+
+        Returns
+        -------
+        set of str
+            The checkpoint's names that were loaded.
+        """
+        wanted = {name: parameter.shape for name, parameter in self.named_parameters()}
+        found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+        for original, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            name = original if rename is None else rename(original)
+            match = _CHECKPOINT_NAME.fullmatch(name)
+            if match is not None and match["name"] in wanted:
+                found.setdefault(match["prefix"], {})[match["name"]] = (original, tensor)
+        if prefix is None:
+            # A vision tower has an input_layernorm as well, but no residual query.
+            prefixes = [key for key, part in found.items() if any("_res_" in name for name in part)]
+            if len(prefixes) != 1:
+                raise ValueError(f"prefix: expected one in front of the AttnRes weights, got {prefixes}")
+            prefix = prefixes[0]
+        chosen = found.get(prefix, {})
+        missing = sorted(wanted.keys() - chosen.keys())
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            names = ", ".join(prefix + name for name in missing[:3])
+            raise ValueError(f"weights: expected {names}{more}, got none of that name")
+        state = {}
+        for name, (original, tensor) in chosen.items():
+            if tensor.numel() != wanted[name].numel():
+                raise ValueError(f"{original}: expected shape {list(wanted[name])}, got {list(tensor.shape)}")
+            state[name] = tensor.detach().reshape(wanted[name])
+        self.load_state_dict(state, assign=any(parameter.is_meta for parameter in self.parameters()))
+        return {original for original, _ in chosen.values()}
+
+    def extra_repr(self) -> str:
+        """For ``repr``."""
+        return (
+            f"{self.num_layers}, {self.hidden_size}, block_size={self.block_size}, eps={self.eps}, "
+            f"layers {self.first_layer}..{self.end_layer - 1}"
+        )
+
+    def _blocks_before(self, layer: int) -> int:
+        """Blocks that the layers before this one have opened."""
+        return -(-layer // self.block_size)
+
+    def _layer(self, layer: int) -> AttnResLayer:
+        if layer not in self.layer_range:
+            raise ValueError(f"layer: expected {self.first_layer}..{self.end_layer - 1}, got {layer}")
+        weights = self.layers[str(layer)]
+        assert isinstance(weights, AttnResLayer)
+        return weights
+
+    def _attn_res(
+        self,
+        stream: Stream,
+        delta: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        proj_weight: torch.Tensor,
+        output_norm_weight: torch.Tensor | None,
+        num_blocks: int,
+        block_write_idx: int,
+    ) -> torch.Tensor:
+        return attn_res(
+            stream.prefix,
+            delta,
+            stream.blocks,
+            norm_weight,
+            proj_weight.squeeze(0),
+            output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            self.eps,
+            self.output_norm_eps,
+            backend=self.backend,
+            pdl=self.pdl,
+            batch_invariant=self.batch_invariant,
+        )
+
+
+_CHECKPOINT_NAME = re.compile(
+    r"(?P<prefix>(?:.*\.)?)"
+    r"(?P<name>(?:layers\.\d+\.(?:(?:self_attention|mlp)_res_(?:norm|proj)"
+    r"|input_layernorm|post_attention_layernorm)|output_attn_res_(?:norm|proj))\.weight)"
+)
+
+
+class _Weight(nn.Module):
+    """Holds one weight under a checkpoint's name; no nn.Linear, which quantisers and shards look for."""
+
+    def __init__(self, *shape: int, fill: float, **where: Any) -> None:
+        super().__init__()
+        self.weight = _weight(*shape, fill=fill, **where)
+
+
+def _weight(*shape: int, fill: float, **where: Any) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, fill, **where), requires_grad=False)
