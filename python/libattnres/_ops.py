@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
 from libattnres._call import (
@@ -58,14 +59,21 @@ _OPTIONS = (
 
 SCHEMAS = {
     "attn_res": f"(Tensor prefix, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
-    "attn_res_add_": f"(Tensor(a!) prefix, Tensor delta, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
-    "attn_res_write_": f"(Tensor prefix, Tensor(a!) blocks, {_WEIGHTS}{_WRITE}{_OPTIONS}) -> Tensor",
+    "attn_res_add_": (
+        f"(Tensor(a!) prefix, Tensor delta, Tensor blocks, {_WEIGHTS}{_OPTIONS}"
+        ", SymInt[] prefix_place=[]) -> Tensor"
+    ),
+    "attn_res_write_": (
+        f"(Tensor prefix, Tensor(a!) blocks, {_WEIGHTS}{_WRITE}{_OPTIONS}"
+        ", SymInt[] blocks_place=[]) -> Tensor"
+    ),
     "attn_res_": (
-        f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) -> Tensor"
+        f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}"
+        ", SymInt[] prefix_place=[], SymInt[] blocks_place=[]) -> Tensor"
     ),
     "attn_res_out_": (
         f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}, Tensor(c!) out"
-        f"{_OPTIONS}) -> ()"
+        f"{_OPTIONS}, SymInt[] prefix_place=[], SymInt[] blocks_place=[], SymInt[] out_place=[]) -> ()"
     ),
     "attn_res_functional": (
         f"(Tensor prefix, Tensor? delta, Tensor blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) "
@@ -300,59 +308,167 @@ def _kernels(general: Kernel) -> dict[str, Kernel]:
     }
 
 
+def _named(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call by name, in the schema's order."""
+    values = {argument.name: argument.default_value for argument in op._schema.arguments}
+    values.update(zip(values, args, strict=False))
+    return {**values, **kwargs}
+
+
+def _written(op: torch._ops.OpOverload) -> list[str]:
+    """The names of the arguments that the schema declares as written."""
+    return [
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+# What functionalisation makes of a written view is a way to find it again in its base: an as_strided, or a
+# slice. Both are wrong where the base, a graph input, begins at an offset in its storage itself: inductor
+# counts from the input (before torch 2.12 or 2.13 without taking the input's offset off, and a symbolic one
+# as 0, https://github.com/pytorch/pytorch/issues/198068), the slice counts from the storage, and the offset
+# is that of the tensor compiled for, which no guard compares to the next one's. The wrong rows would be
+# written, silently. Therefore a trace hands over the base, and numbers that say where the view lies from its
+# first element on.
+
+
+def _place(view: torch.Tensor, base: torch.Tensor) -> list[Any]:
+    """Where a view lies: sizes, strides, elements from the start of the base.
+
+    The last becomes a constant, at the price of a guard: traced, it would be what the view's own offset in
+    the storage is in the call that runs. In `memory[:, 8]` it is H that gets the guard, not the number of
+    tokens.
+    """
+    start = view.storage_offset() - base.storage_offset()
+    return [*view.shape, *view.stride(), start if known(start) is None else int(start)]
+
+
+def _at_place(base: torch.Tensor, place: list[Any]) -> torch.Tensor:
+    rank = len(place) // 2
+    return base.as_strided(place[:rank], place[rank : 2 * rank], base.storage_offset() + place[-1])
+
+
+def _placed_kernel(op: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
+    """Finds what is written in the bases that a trace hands over."""
+    written = _written(op)
+    num_arguments = len(op._schema.arguments) - len(written)
+    if not written:
+        return kernel
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= num_arguments and not any(f"{name}_place" in kwargs for name in written):
+            return kernel(*args, **kwargs)
+        named = _named(op, args, kwargs)
+        for name in written:
+            place = named.pop(f"{name}_place")
+            if place:
+                named[name] = _at_place(named[name], place)
+        return kernel(*named.values())
+
+    return placed
+
+
+def _is_functionalizing() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def _on_bases(op: torch._ops.OpOverload, named: dict[str, Any]) -> dict[str, Any] | None:
+    """The call with every written view as its base and its place there.
+
+    None where a base cannot be handed over: torch copies one whose old value is read later, from the start
+    of the storage on, and errs in an input that begins elsewhere. A base may have another dtype, too.
+    """
+    on_bases = dict(named)
+    for name in _written(op):
+        view = named[name]
+        base = view._inference_mode_base if torch.is_inference_mode_enabled() else view._base
+        if base is not None:
+            on_bases |= {name: base, f"{name}_place": _place(view, base)}
+        base = on_bases[name]
+        offset = base.storage_offset()
+        if isinstance(offset, torch.SymInt):
+            offset = offset.node.maybe_as_int()
+        if offset != 0 or base.dtype != view.dtype:
+            return None
+    return on_bases
+
+
+def _through_copies(op: torch._ops.OpOverload, named: dict[str, Any]) -> Any:
+    """The call in terms of ops that write nothing but what they made; the bank is not copied."""
+    ops = torch.ops.libattnres
+    named = {name: value for name, value in named.items() if not name.endswith("_place")}
+    prefix, delta, blocks = (named.pop(name, None) for name in ("prefix", "delta", "blocks"))
+    block_write_idx, out = named.pop("block_write_idx", -1), named.pop("out", None)
+    if delta is None:
+        new_prefix = prefix
+        output = ops.attn_res(prefix, blocks, **named)
+    else:
+        new_prefix = ops._copy(prefix)
+        output = ops.attn_res_add_(new_prefix, delta, blocks, **named)
+    if block_write_idx != -1:
+        blocks.select(1, block_write_idx).copy_(new_prefix)
+    if delta is not None:
+        prefix.copy_(new_prefix)
+    if out is None:
+        return output
+    out.copy_(output)
+    return None
+
+
+def _functionalizing_kernel(op: torch._ops.OpOverload) -> Kernel:
+    """For traces in inference mode, where no Autograd kernel is called."""
+
+    def kernel(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        named = _named(op, args, kwargs)
+        on_bases = _on_bases(op, named)
+        if on_bases is None:
+            with mode:
+                return _through_copies(op, named)
+        types = [type(value) for value in on_bases.values() if isinstance(value, torch.Tensor)]
+        return mode.__torch_dispatch__(op, types, tuple(on_bases.values()), {})
+
+    return kernel
+
+
 def _autograd_kernel(op: torch._ops.OpOverload) -> Kernel:
     """Refuses what wants a derivative: there is no backward to record, and no tangent to compute."""
-    names = [argument.name for argument in op._schema.arguments]
+    is_mutable = op._schema.is_mutable
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = _named(op, args, kwargs)
         arguments = [named.get(name) for name in ARGUMENTS]
         if torch.is_grad_enabled():
             refuse_grad(*arguments)
         if forward_ad._current_level >= 0:
             refuse_tangents(*arguments)
+        if is_mutable and _is_functionalizing():
+            on_bases = _on_bases(op, named)
+            if on_bases is None:
+                return _through_copies(op, named)
+            args, kwargs = tuple(on_bases.values()), {}
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     return kernel
 
 
-def _written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments of a call that the schema declares as written."""
-    return [
-        args[index] if index < len(args) else kwargs[argument.name]
-        for index, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
 def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
     """Tells autograd which arguments were written, so that a stale saved tensor is noticed."""
+    written = _written(op)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        torch.autograd.graph.increment_version(_written(op, args, kwargs))
+        named = _named(op, args, kwargs)
+        torch.autograd.graph.increment_version([named[name] for name in written])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
     return kernel
 
 
-def _fake_kernel(op: torch._ops.OpOverload, fake: Kernel) -> Kernel:
-    """Has a trace take the place of a written view in its storage for a constant, at the price of a guard.
-
-    Inductor takes a symbolic one for 0, and the write goes elsewhere, silently
-    (https://github.com/pytorch/pytorch/issues/198068). In `memory[:, 8]` it is H that gets the guard, not
-    the number of tokens.
-    """
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        for tensor in _written(op, args, kwargs):
-            offset = tensor.storage_offset()
-            if known(offset) is not None:
-                int(offset)
-        return fake(*args, **kwargs)
-
-    return kernel
+def _copy(rows: torch.Tensor) -> torch.Tensor:
+    """A copy that no compiler knows to be one, and so cannot do without."""
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _register() -> Any:
@@ -363,11 +479,15 @@ def _register() -> Any:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         op = getattr(torch.ops.libattnres, name).default
         for key in ("CPU", "CUDA"):
-            library.impl(name, kernels[name], key)
-        library._register_fake(name, _fake_kernel(op, fakes[name]))
+            library.impl(name, _placed_kernel(op, kernels[name]), key)
+        library._register_fake(name, _placed_kernel(op, fakes[name]))
         library.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
         if op._schema.is_mutable:
             library.impl(name, _version_kernel(op), "ADInplaceOrView", with_keyset=True)
+            op.py_impl(FunctionalTensorMode)(_functionalizing_kernel(op))
+    library.define("_copy(Tensor rows) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA", "Meta"):
+        library.impl("_copy", _copy, key)
     return library
 
 
