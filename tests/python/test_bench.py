@@ -158,6 +158,8 @@ def test_a_wrong_backend_fails_the_command(
         (["--tokens", "0"], "--tokens: expected numbers >= 1, got 0"),
         (["--blocks", "9"], "--blocks: expected numbers from 0 to 8, got 9"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got meta"),
+        (["--device", "cuda:x"], "--device: expected cpu, cuda or cuda:N, got cuda:x"),
+        (["--device", "cpu:1"], "--device: expected cpu, cuda or cuda:N, got cpu:1"),
         (["--device", "cpu", "--cpu"], "expected a CUDA device"),
         (["--device", "cpu", "--targets"], "expected a CUDA device"),
     ],
@@ -167,6 +169,19 @@ def test_wrong_options_end_with_a_message(
 ) -> None:
     assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^--device: expected one that is there, got cuda:0"):
+        workload.chosen_device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert workload.chosen_device(None) == workload.chosen_device("cuda:1") == torch.device("cuda", 1)
+    assert workload.chosen_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"^--device: expected one of the 2 that PyTorch sees, got cuda:2$"):
+        workload.chosen_device("cuda:2")
 
 
 def test_a_debug_build_is_refused(

@@ -22,6 +22,7 @@ from libattnres.cli.console import Console
 from libattnres.cli.contenders import Contender, backend_contender, find_contenders
 from libattnres.cli.workload import (
     COMMON,
+    CPU_CACHE_BYTES,
     SM_SIDE,
     VARIANTS,
     Buffers,
@@ -46,7 +47,6 @@ SM_SIDE_PLANS = (
 """What keeps an SM busiest, which the plan for a GPU that memory holds back does not take."""
 VARIANT_TOKENS = (1024, 8192)
 """Of the variants among the project's goals, which are about bandwidth."""
-FALLBACK_CACHE_BYTES = {"cuda": 64 << 20, "cpu": 32 << 20}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 
@@ -104,7 +104,7 @@ class Bench:
             self.state = metadata.gpu_state(self.device)
         else:
             self.state = {}
-        self.cache_bytes: int = self.state.get("l2_bytes") or FALLBACK_CACHE_BYTES[self.kind]
+        self.cache_bytes: int = self.state.get("l2_bytes", CPU_CACHE_BYTES)
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.notes: list[str] = []

@@ -73,7 +73,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
         "name": properties.name,
         "num_sms": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "l2_bytes": properties.L2_cache_size,
         **{name: number(value) for name, value in zip(names, values, strict=False)},
         "other_processes": None if processes is None else max(0, len(processes) - own),
     }

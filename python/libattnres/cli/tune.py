@@ -42,7 +42,6 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
 BLOCKS = (1, 2, 4, 8)
 ROUNDS = 2  # over all kernels of a cell, so that a drifting clock meets each of them
 SAMPLES = 10
-FALLBACK_CACHE_BYTES = 128 << 20  # more than any GPU with native kernels has
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,34 +107,44 @@ def measure(
 ) -> tuple[dict[Cell, dict[Candidate, float]], dict[Cell, Candidate]]:
     """Microseconds of every kernel in every cell, and what the plan in force takes there."""
     shapes = [Shape(M, blocks) for M in sorted(set(args.tokens)) for blocks in sorted(set(args.blocks))]
-    cache_bytes = metadata.gpu_state(device)["l2_bytes"] or FALLBACK_CACHE_BYTES
+    cache_bytes = metadata.gpu_state(device)["l2_bytes"]
     times: dict[Cell, dict[Candidate, float]] = {}
     present: dict[Cell, Candidate] = {}
     for shape in console.progress(shapes, len(shapes), "batch sizes"):
-        sets = timing.num_sets(shape.num_bytes, cache_bytes)
-        buffers = Buffers(shape, sets, device)
-        arguments = [buffers.arguments(index) for index in range(sets)]
-        judge = Judge(arguments[0])
-        repeats = timing.repeats(shape.num_bytes, sets)
-        for reads, pdl in READS.items():
-            cell = Cell(reads, shape.num_blocks + 1, shape.num_bank_tokens)
-
-            def launched(plan: libattnres.Plan | None, pdl: str = pdl) -> PlanInfo | None:
-                return libattnres.explain(
-                    *arguments[0],
-                    out=buffers.out[0],
-                    backend="native",
-                    pdl=pdl,
-                    plan=plan,
-                    batch_invariant=False,
-                ).plan
-
-            tried, present[cell] = distinct(
-                candidates(libattnres.permutations(), shape.hidden_size, cell.num_sources), launched
-            )
-            times[cell] = measure_cell(tried, buffers, arguments, judge, pdl, repeats)
-        del buffers, arguments, judge
+        measure_shape(shape, device, cache_bytes, times, present)
     return times, present
+
+
+def measure_shape(
+    shape: Shape,
+    device: torch.device,
+    cache_bytes: int,
+    times: dict[Cell, dict[Candidate, float]],
+    present: dict[Cell, Candidate],
+) -> None:
+    """Both ways to read of one shape; its memory is free again afterwards."""
+    sets = timing.num_sets(shape.num_bytes, cache_bytes)
+    buffers = Buffers(shape, sets, device)
+    arguments = [buffers.arguments(index) for index in range(sets)]
+    judge = Judge(arguments[0])
+    repeats = timing.repeats(shape.num_bytes, sets)
+    for reads, pdl in READS.items():
+        cell = Cell(reads, shape.num_blocks + 1, shape.num_bank_tokens)
+
+        def launched(plan: libattnres.Plan | None, pdl: str = pdl) -> PlanInfo | None:
+            return libattnres.explain(
+                *arguments[0],
+                out=buffers.out[0],
+                backend="native",
+                pdl=pdl,
+                plan=plan,
+                batch_invariant=False,
+            ).plan
+
+        tried, present[cell] = distinct(
+            candidates(libattnres.permutations(), shape.hidden_size, cell.num_sources), launched
+        )
+        times[cell] = measure_cell(tried, buffers, arguments, judge, pdl, repeats)
 
 
 def measure_cell(

@@ -21,14 +21,13 @@ from libattnres import timing
 from libattnres.cli import metadata, targets
 from libattnres.cli.console import Console
 from libattnres.cli.walk_steps import Group, Implementation, Walk, synchronize
-from libattnres.cli.workload import chosen_device, refuse_debug_build
+from libattnres.cli.workload import CPU_CACHE_BYTES, chosen_device, refuse_debug_build
 from libattnres.model_walk import HIDDEN_SIZE, bytes_per_token, walk_calls
 from libattnres.timing import Launch, Timing
 
 HELP = "time of the 187 calls of one model step, with producer kernels between, per backend"
 
 DEFAULT_TOKENS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (16,)}
-L2_BYTES = 64 << 20
 SHARE_US = 300.0
 """What a graph of one group's calls should last at least."""
 
@@ -173,9 +172,7 @@ def measure_graphs(
     for backend in backends:
         modes = pdl if backend in ("native", "triton") else (None,)
         implementations += [Implementation(backend, mode) for mode in modes]
-    cache_bytes = L2_BYTES
-    if timing.is_gpu(device):
-        cache_bytes = metadata.gpu_state(device)["l2_bytes"] or L2_BYTES
+    cache_bytes = metadata.gpu_state(device)["l2_bytes"] if timing.is_gpu(device) else CPU_CACHE_BYTES
     for num_tokens in console.progress(tokens, len(tokens), "walking"):
         try:
             walk = Walk(num_tokens, device, cache_bytes, seed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from libattnres.model_walk import EPS, HIDDEN_SIZE, NUM_BANK_ROWS
 
 __all__ = [
     "COMMON",
+    "CPU_CACHE_BYTES",
     "SM_SIDE",
     "VARIANTS",
     "Buffers",
@@ -26,6 +28,7 @@ __all__ = [
 
 ELEMENT_SIZE = 2  # bfloat16
 PADDING = 64  # elements between rows: 128 bytes, so that rows still begin a cache line
+CPU_CACHE_BYTES = 32 << 20  # a CPU does not say; of GPUs PyTorch knows it
 LEAST_PADDING = 8  # 16 bytes, the least that the native kernels take
 
 
@@ -194,12 +197,14 @@ def refuse_debug_build() -> None:
 def chosen_device(name: str | None) -> torch.device:
     """The device asked for, or a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:(0|[1-9]\d{0,2}))?", name) is None:
         raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {name}")
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device: expected one that is there, got {name}: PyTorch sees no CUDA device")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device: expected one that is there, got {name}: PyTorch sees no CUDA device")
+    _, _, index = name.partition(":")
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise ValueError(f"--device: expected one of the {count} that PyTorch sees, got {name}")
+    return torch.device("cuda", int(index or torch.cuda.current_device()))
