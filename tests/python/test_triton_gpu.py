@@ -108,7 +108,7 @@ def test_row_lengths_and_strides(
     dtype: torch.dtype, hidden_size: int, padding: int, block_write_idx: int
 ) -> None:
     if hidden_size == 1 and dtype == torch.float32:
-        pytest.skip("the sources of a row of one element can cancel, which no bound relative to it allows for")
+        pytest.skip("the sources of a row of one element can cancel, for which no relative bound allows")
     call = Call(num_tokens=5, num_blocks=4, device="cuda", dtype=dtype, block_write_idx=block_write_idx)
     call = replace(call, hidden_size=hidden_size, padding=padding)
     check_gpu(call)
