@@ -7,6 +7,7 @@
 #   make check-sanitized C++ tests and fuzz corpus with address and undefined-behaviour sanitizers
 #   make fuzz            run each fuzzer for FUZZ_SECONDS; needs Clang with libFuzzer
 #   make mutations       take defences away one by one, and see that a test fails each time
+#   make release-check VERSION=1.2.3   every step of a release up to the upload, and what is missing
 #   make sanitize        compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit
 #   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
 #   make CUDA=OFF ...    no kernels at all
@@ -38,7 +39,8 @@ CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -n
 TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
 CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
-.PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize wheel clean
+.PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize audit \
+  check-consumers wheel sdist wheels check-dist check-wheel release-agree release-check lock clean
 .DELETE_ON_ERROR:
 # The compilers are parallel by themselves, and the summary of pytest comes last.
 .NOTPARALLEL:
@@ -60,10 +62,10 @@ $(TOOLS): pyproject.toml cpp/cmake/build_backend.py cpp/cmake/find_nvcc.py
 
 # Without isolation the build tree stays valid, so that an unchanged kernel is not compiled again.
 $(INSTALLED): $(TOOLS) $(SOURCES)
-	rm -rf dist $(VENV)/.installed-*
-	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist -v \
+	rm -rf build/installed $(VENV)/.installed-*
+	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir build/installed -v \
 	  --config-settings=cmake.define.ATTNRES_BUILD_TESTS=ON
-	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/libattnres-*.whl
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps build/installed/libattnres-*.whl
 	touch $@
 
 demo: $(INSTALLED)
@@ -77,6 +79,12 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/gersemi --quiet --check $(CMAKE_FILES)
+ifneq ($(wildcard .github),)
+	$(BIN)/zizmor --quiet --offline .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+endif
 
 # Slower than lint, hence by itself: static analysis of the host code.
 tidy: $(TOOLS)
@@ -124,9 +132,72 @@ mutations: $(INSTALLED)
 sanitize: $(INSTALLED)
 	$(BIN)/python tests/sanitize.py
 
+# The machine code of every kernel against the rules that it must keep; needs no GPU.
+audit: $(INSTALLED)
+	$(BIN)/libattnres permutations --audit
+
+check-consumers: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/python/test_consumer.py
+
 # A wheel for $(PYTHON) as a user's pip builds it, in an isolated environment.
 wheel:
 	$(PYTHON) -m pip wheel . --no-deps --wheel-dir dist
+
+# What follows makes and checks what is uploaded, with nothing but tools whose hashes are known.
+RELEASE_BIN := build/release-tools/bin
+$(RELEASE_BIN)/.ready: release/tools-requirements.txt
+	$(PYTHON) -m venv --clear build/release-tools
+	$(RELEASE_BIN)/python -m pip install --quiet --require-hashes -r $<
+	touch $@
+
+# Files of two builds are equal: their time stamps are those of the commit.
+sdist wheels release-check: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
+sdist: $(RELEASE_BIN)/.ready
+	rm -f dist/libattnres-*.tar.gz
+	$(RELEASE_BIN)/python -m build --sdist --no-isolation --outdir dist
+
+# Of the source distribution, for every Python and the architecture of this machine; needs Docker.
+wheels: $(RELEASE_BIN)/.ready
+	ls dist/libattnres-*.tar.gz || $(MAKE) sdist
+	$(RELEASE_BIN)/cibuildwheel --output-dir dist dist/libattnres-*.tar.gz
+
+check-dist: $(RELEASE_BIN)/.ready
+	$(RELEASE_BIN)/twine check --strict dist/*
+	$(RELEASE_BIN)/python release/check_dist.py dist/*
+
+# The wheel of dist for $(PYTHON) in a clean environment, beside a PyTorch of another version.
+TORCH ?= 2.13.0
+WHEEL ?= dist/libattnres-*-$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
+SMOKE_TESTS ?= $(addprefix tests/python/test_,api_semantics.py cli.py import.py packaging.py torch_backend.py)
+CLEAN := build/clean-$(TORCH)
+check-wheel:
+	$(PYTHON) -m venv --clear $(CLEAN)
+	$(CLEAN)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(CLEAN)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(CLEAN)/bin/python -m pip install --quiet --group smoke
+	$(CLEAN)/bin/python -m pip install --quiet --no-deps $(WHEEL)
+	$(CLEAN)/bin/python -m pip check
+	$(CLEAN)/bin/python -m pytest $(PYTEST_ARGS) $(SMOKE_TESTS)
+
+# Version, changelog and tag: what a release needs before anything is built.
+release-agree:
+	$(PYTHON) release/release_check.py $(VERSION) --agree
+
+# FULL=1 builds with kernels; DIST=dist checks what was built elsewhere; PYTHONS names the interpreters.
+release-check: $(RELEASE_BIN)/.ready
+	$(if $(VERSION),,$(error release-check: expected VERSION=x.y.z))
+	$(RELEASE_BIN)/python release/release_check.py $(VERSION) $(if $(FULL),--full) \
+	  $(if $(DIST),--dist $(DIST)) $(addprefix --python ,$(PYTHONS))
+
+# The pinned inputs, anew.
+LOCK = $(RELEASE_BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-annotate \
+  --upgrade --custom-compile-command "make lock"
+lock: $(RELEASE_BIN)/.ready
+	$(LOCK) --python-version 3.10 --group build -o release/build-requirements.txt
+	$(RELEASE_BIN)/python -c 'import sys; sys.path.append("cpp/cmake"); import find_nvcc as f; print(f.PYPI_REQUIREMENT)' \
+	  | $(LOCK) --python-version 3.10 -o release/cuda-requirements.txt -
+	$(LOCK) --python-version 3.11 --group release -o release/tools-requirements.txt
 
 clean:
 	rm -rf build dist $(VENV)

@@ -359,8 +359,8 @@ class Rehearsal:
             raise MissingError(*missing, *hint)
         return f"{len(names)} wheels in {folder}"
 
-    def steps(self) -> list[Callable[[], str]]:
-        """All steps, in their order."""
+    def agreement(self) -> list[Callable[[], str]]:
+        """The steps that need neither a build nor tools."""
         return [
             self.version_of_the_header,
             self.changelog_entry,
@@ -368,6 +368,12 @@ class Rehearsal:
             self.clean_tree,
             self.tag,
             self.pinned_inputs,
+        ]
+
+    def steps(self) -> list[Callable[[], str]]:
+        """All steps, in their order."""
+        return [
+            *self.agreement(),
             self.source_distribution,
             self.wheels_of_the_sdist,
             self.same_bytes_from_the_checkout,
@@ -419,6 +425,7 @@ def main() -> int:
         "--work", type=Path, default=ROOT / "build" / "release-check", help="folder for what is built"
     )
     parser.add_argument("--full", action="store_true", help="build the wheels with kernels")
+    parser.add_argument("--agree", action="store_true", help="version, changelog, tag and inputs alone")
     parser.add_argument("--dist", type=Path, help="check these files, and build none")
     parser.add_argument("--python", action="append", help="interpreter to build for; default: those on PATH")
     arguments = parser.parse_args()
@@ -432,7 +439,7 @@ def main() -> int:
         pythons=arguments.python or pythons_at_hand(),
     )
     missing: list[str] = []
-    for step in rehearsal.steps():
+    for step in rehearsal.agreement() if arguments.agree else rehearsal.steps():
         name = step.__name__.replace("_", " ")
         start = time.monotonic()
         try:
