@@ -9,6 +9,7 @@
 #   make mutations       take defences away one by one, and see that a test fails each time
 #   make release-check VERSION=1.2.3   every step of a release up to the upload, and what is missing
 #   make sanitize        compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit
+#   make docs            the documentation as a site in build/site
 #   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
 #   make CUDA=OFF ...    no kernels at all
 
@@ -35,11 +36,11 @@ TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed-$(if $(filter ON,$(CUDA)),$(subst ;,-,$(TARGETS)),host)
 SOURCES := CMakeLists.txt LICENSE README.md pyproject.toml \
   $(shell find cpp cuda python tests/cpp tests/fuzz -type f -not -name '*.pyc')
-CXX_FILES = $(shell find cpp cuda tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
+CXX_FILES = $(shell find cpp cuda examples tests -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inl')
 TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp plan.cpp registry.cpp),$(wildcard cpp/src/*.cpp))
-CMAKE_FILES = CMakeLists.txt $(shell find cpp tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
+CMAKE_FILES = CMakeLists.txt $(shell find cpp examples tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
-.PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize audit \
+.PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize audit docs \
   check-consumers wheel sdist wheels check-dist check-wheel release-agree release-check lock clean
 .DELETE_ON_ERROR:
 # The compilers are parallel by themselves, and the summary of pytest comes last.
@@ -138,6 +139,13 @@ audit: $(INSTALLED)
 
 check-consumers: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/python/test_consumer.py
+
+# The site in build/site, its links checked. Docstrings are read from a build without kernels of its own.
+docs: $(TOOLS)
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python -m pip install --quiet . --no-deps --no-build-isolation --upgrade --target build/docs/package \
+	  --config-settings=cmake.define.ATTNRES_CUDA=OFF --config-settings=build-dir=build/docs/cmake
+	PYTHONPATH=build/docs/package $(BIN)/python docs/site/build.py build/site
 
 # A wheel for $(PYTHON) as a user's pip builds it, in an isolated environment.
 wheel:
