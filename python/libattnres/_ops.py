@@ -18,6 +18,10 @@ op                   prefix   blocks   call
 
 ``attn_res_functional`` writes nothing and returns (output, new prefix, new bank): two copies more.
 
+A trace calls the writing ops with a base of what is written, and its ``*_place`` there: see :func:`_place`.
+What is written in a graph input that begins at an offset in its storage costs two copies of the prefix, and
+none of the bank. A graph that takes the views itself, of an input at offset 0, has no copies.
+
 Known limit, of inductor and any mutating op: in ``p.clone()`` between two calls that both write ``p``, the
 copy is dropped, and a graph that *returns* it unchanged returns the later value
 (https://github.com/pytorch/pytorch/pull/198096). Computing anything from the copy is right.
@@ -325,12 +329,11 @@ def _written(op: torch._ops.OpOverload) -> list[str]:
 
 
 # What functionalisation makes of a written view is a way to find it again in its base: an as_strided, or a
-# slice. Both are wrong where the base, a graph input, begins at an offset in its storage itself: inductor
-# counts from the input (before torch 2.12 or 2.13 without taking the input's offset off, and a symbolic one
-# as 0, https://github.com/pytorch/pytorch/issues/198068), the slice counts from the storage, and the offset
-# is that of the tensor compiled for, which no guard compares to the next one's. The wrong rows would be
-# written, silently. Therefore a trace hands over the base, and numbers that say where the view lies from its
-# first element on.
+# slice. Both go wrong where the base is a graph input that begins at an offset in its storage. torch 2.11's
+# inductor adds the offset twice, 2.13's takes a symbolic one for 0
+# (https://github.com/pytorch/pytorch/issues/198068), the slice counts rows from the start of the storage, and
+# no guard compares the offset that was traced with that of the call that runs. The wrong rows are written,
+# silently. Therefore a trace hands over the base, and numbers that say where the view lies in it.
 
 
 def _place(view: torch.Tensor, base: torch.Tensor) -> list[Any]:

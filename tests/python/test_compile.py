@@ -15,6 +15,7 @@ import libattnres
 import pytest
 import torch
 from libattnres import _ops, reference
+from programs import run_program
 
 Function = Callable[..., Any]
 
@@ -172,29 +173,129 @@ def test_prefix_and_bank_that_are_views_of_one_tensor(
     assert bank_copies(source, 8, 9) == []
 
 
+# What is written in a graph input that may itself begin at an offset in its storage: (inputs, layers).
+
+
+def bank_and_prefix(memory: torch.Tensor, call: Function) -> tuple[torch.Tensor, ...]:
+    blocks, prefix = memory[:, :8], memory[:, 8]
+    first = call(prefix, blocks, 3, 3)
+    return first, call(prefix, blocks, 4)
+
+
+def rows_of_a_bank(memory: torch.Tensor, call: Function) -> tuple[torch.Tensor, ...]:
+    return (call(memory[1:5, 8], memory[1:5, :8], 3),)
+
+
+def rows_of_a_matrix(memory: torch.Tensor, call: Function) -> tuple[torch.Tensor, ...]:
+    """What torch would find again as a slice, from rows counted in the storage."""
+    blocks = torch.zeros_like(memory[:4, None].expand(4, 8, -1))
+    return (call(memory[:4], blocks, 3),)
+
+
+def an_old_value_that_lives_on(memory: torch.Tensor, call: Function) -> tuple[torch.Tensor, ...]:
+    """So that torch copies what is written, and all that it is a view of."""
+    blocks, prefix = memory[:, :8], memory[:, 8]
+    before = prefix.clone()
+    return call(prefix, blocks, 3), prefix - before
+
+
+def an_old_matrix_that_lives_on(memory: torch.Tensor, call: Function) -> tuple[torch.Tensor, ...]:
+    before = memory.clone()
+    blocks = torch.zeros_like(memory[:, None].expand(4, 8, -1))
+    return call(memory, blocks, 3), memory - before
+
+
+@dataclass(frozen=True)
+class Places:
+    """Layers, the shape (less H) of the input that they write, and where in a larger tensor it lies."""
+
+    layers: Function
+    shape: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+
+
+PLACES = {
+    "at_offsets": Places(bank_and_prefix, (4, 9), ((3, 1, 8), (1, 0, 0), (0, 2, 8))),
+    "at_0_first": Places(bank_and_prefix, (4, 9), ((0, 0, 0), (2, 1, 8))),
+    "views_of_views": Places(rows_of_a_bank, (6, 9), ((2, 0, 0), (0, 1, 8))),
+    "rows_of_a_matrix": Places(rows_of_a_matrix, (5,), ((1, 0), (3, 0), (0, 8))),
+    "old_value": Places(an_old_value_that_lives_on, (4, 9), ((3, 1, 8), (1, 0, 0))),
+    "old_matrix": Places(an_old_matrix_that_lives_on, (4,), ((3, 8), (1, 0))),
+}
+
+
+def assert_writes_in_place(places: Places, target: Target, **compile_options: Any) -> None:
+    """Two runs on equal storages, one compiled; every byte of both is compared, what lies around too."""
+    hidden_size, device = target.hidden_size, target.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    delta, weight, query = normal(4, hidden_size), normal(hidden_size), normal(hidden_size) * 0.02
+
+    def layers(memory: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def call(prefix: torch.Tensor, blocks: torch.Tensor, *indices: int) -> torch.Tensor:
+            return libattnres.attn_res(
+                prefix, delta, blocks, weight, query, weight, *indices, backend=target.backend
+            )
+
+        result: tuple[torch.Tensor, ...] = places.layers(memory, call)
+        return result
+
+    compiled = torch.compile(layers, fullgraph=True, **compile_options)
+    shape = (*places.shape, hidden_size)
+    storage = normal(*(size + 8 for size in shape))
+    for start in places.starts:
+        where = tuple(slice(begin, begin + size) for begin, size in zip(start, shape, strict=True))
+        eager_storage, compiled_storage = storage.clone(), storage.clone()
+        with torch.no_grad():
+            expected = layers(eager_storage[where], delta)
+            result = compiled(compiled_storage[where], delta)
+        assert_same_bits([*expected, eager_storage], [*result, compiled_storage])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", PLACES)
+def test_writes_go_where_the_input_lies(case: str, dynamic: bool) -> None:
+    """Outside inductor, which is below: the graph alone, run at other offsets than it was traced for."""
+    assert_writes_in_place(PLACES[case], Target("host", "cpu", 64), backend="aot_eager", dynamic=dynamic)
+
+
 @pytest.mark.slow
 @each_target
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_views_of_a_graph_input_that_is_a_view(
-    dynamic: bool, target: Target, attn_res: Function, make: Function
+@pytest.mark.parametrize("case", PLACES)
+def test_inductor_writes_where_the_input_lies(
+    case: str, dynamic: bool, target: Target, attn_res: Function
 ) -> None:
-    """All of it at an offset, which under dynamic shapes is a symbol too."""
-    case = make()
+    """In a process of its own: a wrong place may lie outside all memory, and a GPU then fails ever after."""
+    program = (
+        "import test_compile as t\n"
+        f"t.assert_writes_in_place(t.PLACES[{case!r}], t.{target!r}, dynamic={dynamic})\n"
+    )
+    run_program(program, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+
+
+@pytest.mark.slow
+@each_target
+def test_an_input_at_an_offset_costs_no_copy_of_the_bank(attn_res: Function, make: Function) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    case = make(num_tokens=5)
     weights = case.arguments[3:6]
+    memory = torch.cat([case.blocks, case.prefix[:, None]], dim=1)
 
     def layers(memory: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
         blocks, prefix = memory[:, :8], memory[:, 8]
         first = attn_res(prefix, delta, blocks, *weights, 3, 3)
         return first, attn_res(prefix, first, blocks, *weights, 4)
 
-    start = torch.full((7, 10, target.hidden_size + 8), math.nan, dtype=torch.bfloat16, device=target.device)
-    start[3:, 1:9, 8:], start[3:, 9, 8:] = case.blocks, case.prefix
-    eager_memory, compiled_memory = start.clone(), start.clone()
     with torch.no_grad():
-        expected = layers(eager_memory[3:, 1:, 8:], case.delta)
-        compiled = torch.compile(layers, fullgraph=True, dynamic=dynamic)
-        result = compiled(compiled_memory[3:, 1:, 8:], case.delta)
-    assert_same_bits([*expected, eager_memory], [*result, compiled_memory])
+        _, (source,) = run_and_get_code(
+            torch.compile(layers, fullgraph=True, dynamic=False), memory[1:], case.delta[1:]
+        )
+    assert bank_copies(source[source.index("def call") :], 8, 9) == []
 
 
 @pytest.mark.slow

@@ -98,6 +98,48 @@ def test_op_equals_attn_res(name: str, make_case: Callable[..., Any]) -> None:
     assert reference.same_bits(output, expected)
 
 
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("name", [name for name in _ops.OPS if name.endswith("_")])
+def test_op_writes_at_a_place_in_a_base(name: str, start: int, make_case: Callable[..., Any]) -> None:
+    """As a trace calls it: what is written is named by sizes, strides and where it begins in the base."""
+    case = make_case()
+    schema = getattr(ops, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+
+    def arguments(memory: torch.Tensor) -> dict[str, Any]:
+        views = case.with_(prefix=memory[:, 8], blocks=memory[:, :8])
+        named = dict(zip(names, op_arguments(name, views), strict=False))
+        if "out" in named:
+            named["out"] = memory[:, 9]
+        return named
+
+    storage = torch.randn(6, 10, 64).bfloat16()
+    wanted, got = storage.clone(), storage.clone()
+    expected = getattr(ops, name)(**arguments(wanted[start : start + 4]))
+    base = got[start : start + 4]
+    on_bases = arguments(base)
+    places = {
+        "prefix": [4, 64, 640, 1, 512],
+        "blocks": [4, 8, 64, 640, 64, 1, 0],
+        "out": [4, 64, 640, 1, 576],
+    }
+    for written in (argument.removesuffix("_place") for argument in names if argument.endswith("_place")):
+        on_bases |= {written: base, f"{written}_place": places[written]}
+    result = getattr(ops, name)(**on_bases)
+    assert reference.same_bits(got, wanted)
+    assert not reference.same_bits(got, storage)
+    if name != "attn_res_out_":
+        assert reference.same_bits(result, expected)
+    with FakeTensorMode() as mode:
+        fakes = {
+            argument: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for argument, value in on_bases.items()
+        }
+        fake = getattr(ops, name)(**fakes)
+    if name != "attn_res_out_":
+        assert fake.shape == result.shape
+
+
 @pytest.mark.parametrize("name", _ops.OPS)
 def test_ops_raise_rather_than_detach(name: str, make_case: Callable[..., Any]) -> None:
     case = make_case()
