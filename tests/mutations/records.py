@@ -171,7 +171,7 @@ MUTATIONS = (
         "fake_kernel",
         "every op has a kernel for tensors without memory",
         "python/libattnres/_ops.py",
-        "        library._register_fake(name, _fake_kernel(op, fakes[name]))\n",
+        "        library._register_fake(name, _placed_kernel(op, fakes[name]))\n",
         "",
         "tests/python/test_ops.py::test_fake_tensors_get_shapes",
     ),

@@ -146,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"expected names among records.py, got {', '.join(sorted(unknown))}")
     chosen = [m for m in MUTATIONS if m.gpu == options.gpu and (not options.names or m.name in options.names)]
+    if not chosen:
+        parser.error("expected mutations of kernels with --gpu and others without, got none to run")
     records = []
     with tempfile.TemporaryDirectory(prefix="attnres_mutations_") as folder:
         copy = Copy(Path(folder))
