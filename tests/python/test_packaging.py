@@ -86,6 +86,12 @@ def test_distribution_holds_the_package_the_library_and_its_development_files() 
     assert any(file.endswith("licenses/LICENSE") for file in files)
 
 
+def test_installed_size_is_within_its_limit() -> None:
+    files = [file for file in metadata.files("libattnres") or [] if "__pycache__" not in str(file)]
+    kind = "wheel" if libattnres.permutations() else "host-only wheel"
+    assert sum(file.size or 0 for file in files) <= check_dist.LIMITS[f"{kind}, unpacked"]
+
+
 def test_bill_of_materials_names_what_is_inside_the_binaries() -> None:
     (file,) = (file for file in metadata.files("libattnres") or [] if file.match("*.dist-info/sboms/*"))
     sbom = json.loads(file.read_text())
