@@ -20,7 +20,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import libattnres
-from sphinx.cmd.build import main as sphinx_build
 
 SITE = Path(__file__).resolve().parent
 ROOT = SITE.parents[1]
@@ -33,7 +32,7 @@ HEADER = ROOT / "cpp/include/attnres/attnres.h"
 # Pages of the site that lie outside docs/.
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-# Everything in docs/ belongs into one of these, or Sphinx warns.
+# The order of the navigation; a page of docs/ that is not named comes at the end of the first part.
 CONTENTS = {
     "Use": ["install", "operator", "backends", "plan", "pdl", "cpp"],
     "Reference": ["python", "c", "hpp"],
@@ -45,7 +44,11 @@ CONTENTS = {
 def contents() -> str:
     """The navigation, hidden at the end of the first page."""
     trees = []
+    named = {page for pages in CONTENTS.values() for page in pages}
+    others = sorted({page.stem for page in (ROOT / "docs").glob("*.md")} - named)
     for caption, pages in CONTENTS.items():
+        pages = pages + others
+        others = []
         trees += ["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
     return "\n".join(["", *trees])
 
@@ -222,6 +225,8 @@ def broken_links(site: Path) -> list[str]:
 
 def build(output: Path) -> int:
     """Build and check the site; the exit status."""
+    from sphinx.cmd.build import main as sphinx_build
+
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         prepare(source)
