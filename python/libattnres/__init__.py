@@ -4,7 +4,8 @@
 :func:`attn_res` runs it on the backend that the tensors and the machine deserve: native CUDA kernels,
 Triton, eager PyTorch, or C++ on the CPU. Importing this package starts no CUDA context.
 
-PyTorch is imported with the first name that needs it. The operator is known to PyTorch as ``torch.ops.libattnres`` as soon as both packages are imported, in any order.
+PyTorch is imported with the first name that needs it, so that :mod:`libattnres.array` works without. The
+operator is known to PyTorch as ``torch.ops.libattnres`` as soon as both packages are imported, in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from libattnres import _core
 from libattnres._core import UnsupportedError
 
 if TYPE_CHECKING:
-    from libattnres import model_walk, nn, reference
+    from libattnres import array, model_walk, nn, reference
+    from libattnres import distributed as distributed
     from libattnres._api import attn_res, explain
     from libattnres._call import Plan
     from libattnres._dispatch import Explanation
@@ -30,6 +32,7 @@ __all__ = [
     "Probe",
     "UnsupportedError",
     "__version__",
+    "array",
     "attn_res",
     "explain",
     "model_walk",
@@ -42,7 +45,7 @@ __all__ = [
 
 __version__: str = _core.version()
 
-_MODULES = ("model_walk", "nn", "reference")
+_MODULES = ("array", "distributed", "model_walk", "nn", "reference")
 _WITH_TORCH = {
     "DeviceStatus": "_probe",
     "Explanation": "_dispatch",
@@ -58,8 +61,15 @@ _WITH_TORCH = {
 
 def _load() -> None:
     """Import what works on tensors, and register the operator with PyTorch."""
+    import_module("torch")  # before the modules that do: they cannot be imported from within each other
     for name, module in _WITH_TORCH.items():
         globals()[name] = getattr(import_module(f"libattnres.{module}"), name)
+
+
+def _load_unless_loading() -> None:
+    """The same, but where the import of PyTorch came from a module that is imported by itself."""
+    if not any(f"libattnres.{module}" in sys.modules for module in _WITH_TORCH.values()):
+        _load()
 
 
 def __getattr__(name: str) -> Any:
@@ -82,4 +92,4 @@ if "torch" in sys.modules:
 else:
     from libattnres import _after_torch
 
-    _after_torch.call(_load)
+    _after_torch.call(_load_unless_loading)

@@ -35,6 +35,44 @@ print('fine')
     assert run(program, "-W", "error").strip() == "fine"
 
 
+def test_import_alone_is_the_library_and_the_standard_one() -> None:
+    """So its time is bounded by theirs: no PyTorch, no NumPy, no engine or array library."""
+    program = """
+import sys
+before = set(sys.modules)
+import libattnres
+assert libattnres.UnsupportedError is libattnres._core.UnsupportedError
+assert 'attn_res' in dir(libattnres)
+new = {name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+assert new == {'libattnres'}, new
+print('fine')
+"""
+    assert run(program, "-W", "error").strip() == "fine"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import libattnres.array, importlib.util; importlib.util.find_spec('torch'); import torch",
+        "import libattnres; libattnres.attn_res; import torch",
+        "from libattnres.nn import AttnRes; import torch",
+        "from libattnres._probe import probe; import libattnres, torch; assert probe is libattnres.probe",
+    ],
+)
+def test_the_operator_is_registered_whatever_is_imported_first(statements: str) -> None:
+    program = f"""
+{statements}
+prefix, blocks = torch.ones(2, 8), torch.ones(2, 1, 8)
+torch.ops.libattnres.attn_res_add_(prefix, prefix.clone(), blocks, blocks[0, 0], blocks[0, 0], None, 1)
+assert (prefix == 2).all()
+import sys
+assert not any('_after_torch' in type(finder).__module__ for finder in sys.meta_path)
+assert '_after_torch' not in type(torch.__spec__.loader).__module__
+print('fine')
+"""
+    assert run(program).strip() == "fine"
+
+
 def test_all_is_all_there() -> None:
     for name in libattnres.__all__:
         assert getattr(libattnres, name) is not None
