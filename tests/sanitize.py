@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OPTIONS = {
     "memcheck": ["--padding", "512"],  # guards between allocations, so that an overrun hits none of them
-    "racecheck": ["--racecheck-report", "analysis", "--racecheck-indirect-barrier-dependency", "yes"],
+    "racecheck": ["--racecheck-report", "analysis", "--racecheck-indirect-barrier-dependency"],
     "synccheck": [],
     "initcheck": [],
 }
