@@ -289,7 +289,9 @@ class Rehearsal:
 
     def descriptions(self) -> str:
         """An index will show the description."""
-        return output(BIN / "twine", "check", "--strict", *self.files()).splitlines()[-1]
+        files = self.files()
+        output(BIN / "twine", "--no-color", "check", "--strict", *files)
+        return f"{len(files)} files"
 
     def contents(self) -> str:
         """Contents, sizes, metadata, symbols and bills of materials are the expected ones."""
@@ -334,8 +336,12 @@ class Rehearsal:
 
     def documentation(self) -> str:
         """The site builds without a warning."""
+        index = ROOT / "build" / "site" / "index.html"
+        index.unlink(missing_ok=True)
         output("make", "docs")
-        return "built"
+        if not index.is_file():
+            raise MissingError(f"{index.relative_to(ROOT)}: not written")
+        return str(index.parent.relative_to(ROOT))
 
     def upload_set(self) -> str:
         """Every wheel of the release is there: each Python on each architecture, with kernels."""
