@@ -19,8 +19,9 @@ op                   prefix   blocks   call
 ``attn_res_functional`` writes nothing and returns (output, new prefix, new bank): two copies more.
 
 A trace calls the writing ops with a base of what is written, and its ``*_place`` there: see :func:`_place`.
-What is written in a graph input that begins at an offset in its storage costs two copies of the prefix, and
-none of the bank. A graph that takes the views itself, of an input at offset 0, has no copies.
+What is written in a graph input that begins at an offset in its storage costs copies of the prefix, and
+where it is a view of the bank's memory possibly one of that. A graph that takes
+the views itself, of an input at offset 0, has no copies.
 
 Known limit, of inductor and any mutating op: in ``p.clone()`` between two calls that both write ``p``, the
 copy is dropped, and a graph that *returns* it unchanged returns the later value
@@ -398,7 +399,7 @@ def _on_bases(op: torch._ops.OpOverload, named: dict[str, Any]) -> dict[str, Any
 
 
 def _through_copies(op: torch._ops.OpOverload, named: dict[str, Any]) -> Any:
-    """The call in terms of ops that write nothing but what they made; the bank is not copied."""
+    """The call in terms of ops that write nothing but what they made."""
     ops = torch.ops.libattnres
     named = {name: value for name, value in named.items() if not name.endswith("_place")}
     prefix, delta, blocks = (named.pop(name, None) for name in ("prefix", "delta", "blocks"))

@@ -279,27 +279,6 @@ def test_inductor_writes_where_the_input_lies(
 
 @pytest.mark.slow
 @each_target
-def test_an_input_at_an_offset_costs_no_copy_of_the_bank(attn_res: Function, make: Function) -> None:
-    from torch._inductor.utils import run_and_get_code
-
-    case = make(num_tokens=5)
-    weights = case.arguments[3:6]
-    memory = torch.cat([case.blocks, case.prefix[:, None]], dim=1)
-
-    def layers(memory: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        blocks, prefix = memory[:, :8], memory[:, 8]
-        first = attn_res(prefix, delta, blocks, *weights, 3, 3)
-        return first, attn_res(prefix, first, blocks, *weights, 4)
-
-    with torch.no_grad():
-        _, (source,) = run_and_get_code(
-            torch.compile(layers, fullgraph=True, dynamic=False), memory[1:], case.delta[1:]
-        )
-    assert bank_copies(source[source.index("def call") :], 8, 9) == []
-
-
-@pytest.mark.slow
-@each_target
 def test_one_delta_used_by_two_calls(attn_res: Function, make: Function) -> None:
     case = make()
     weights = case.arguments[3:6]
