@@ -49,7 +49,10 @@ def test_every_declared_function_has_a_symbol_of_a_version() -> None:
     declared = {re.sub(r"\(.*", "", line).split()[-1] for line in expected("function")}
     symbols = [line.removeprefix("symbol ").split("@@ATTNRES_") for line in expected("symbol")]
     assert {name for name, _ in symbols} == declared
-    assert all(re.fullmatch(r"\d+\.\d+", version) for _, version in symbols)
+    newest = tuple(int(part) for part in libattnres.__version__.split(".")[:2])
+    for name, version in symbols:
+        major, minor = version.split(".")
+        assert (int(major), int(minor)) <= newest, name
 
 
 @pytest.mark.parametrize(
