@@ -174,6 +174,16 @@ def test_command_line_names_the_folders_of_a_build(tmp_path: Path) -> None:
     find_package(tmp_path / "finder", f"-Dattnres_DIR={package_folder('--cmake-dir')}", body=body)
 
 
+def test_command_line_names_the_folders_without_pytorch() -> None:
+    program = (
+        "import sys\n"
+        "from libattnres.cli import main\n"
+        "try:\n    main(['--cmake-dir', 'ignored'])\n"
+        "finally:\n    assert 'torch' not in sys.modules\n"
+    )
+    assert Path(run(sys.executable, "-c", program).strip()) == package_folder("--cmake-dir")
+
+
 def test_package_is_an_entry_point_for_builds_with_scikit_build_core() -> None:
     for group in ("cmake.prefix", "cmake.root"):
         (point,) = (point for point in metadata.entry_points(group=group) if point.name == "attnres")

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import libattnres
-from libattnres.cli.console import Console
-from libattnres.cli.metadata import write_json
 
 __all__ = ["COMMANDS", "main"]
 
@@ -44,8 +42,8 @@ class _PrintFolder(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command."""
+def build_options() -> argparse.ArgumentParser:
+    """A parser without commands: what it answers needs no PyTorch, as C and C++ programs need none."""
     parser = argparse.ArgumentParser(
         prog="libattnres",
         description="Attention Residuals forward: what runs here, whether it is right, and how fast.",
@@ -53,6 +51,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"libattnres {libattnres.__version__}")
     for option, folder, text in FOLDERS:
         parser.add_argument(option, action=_PrintFolder, nargs=0, const=folder, help=text)
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = build_options()
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = import_module(f"libattnres.cli.{name}")
@@ -67,7 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status is 0 when everything it checked was right."""
-    args = build_parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in {"--version", *(option for option, _, _ in FOLDERS)}:
+        build_options().parse_args(arguments)  # prints and exits
+
+    # Imports PyTorch.
+    from libattnres.cli.console import Console
+    from libattnres.cli.metadata import write_json
+
+    args = build_parser().parse_args(arguments)
     console = Console()
     try:
         status, results = args.run(args, console)
