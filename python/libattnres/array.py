@@ -12,18 +12,16 @@ never written, such as JAX, or for callers who want the old values.
 
 from __future__ import annotations
 
-import ctypes
 import numbers
 import operator
 import sys
 from typing import Any, NamedTuple
 
 from libattnres import _core
+from libattnres._array_view import DTYPES, View, is_jax, type_name, view_of
 
 __all__ = ["Result", "attn_res", "attn_res_functional"]
 
-DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-ELEMENT_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PDL_MODES = {"wait": 0, "early": 1, "off": 2}
 LEGACY_STREAM = 1
 """CUDA's handle of the legacy default stream, in DLPack too."""
@@ -90,10 +88,8 @@ def attn_res(
         When CUDA failed.
     """
     handle = _stream(stream, prefix)
-    if out is None:
-        out = _empty_like(prefix)
     writes = {"prefix": delta is not None, "blocks": block_write_idx != -1, "out": True}
-    views: dict[str, _View | None] = {}
+    views: dict[str, View | None] = {}
     for name, array, rank in (
         ("prefix", prefix, 2),
         ("delta", delta, 2),
@@ -106,12 +102,14 @@ def attn_res(
         if array is None and name in ("delta", "output_norm_weight"):
             views[name] = None
             continue
-        view = _view(name, array, handle)
+        if name == "out" and array is None:
+            array = out = _empty_like(prefix)  # only now: everything else is right
+        view = view_of(name, array, handle)
         _check(name, view, rank, views.get("prefix"))
         if writes.get(name, False) and not view.is_writable:
             raise ValueError(
                 f"{name}: expected an array that can be written, as this call does, got a read-only "
-                f"{_type_name(array)}; attn_res_functional returns new arrays"
+                f"{type_name(array)}; attn_res_functional returns new arrays"
             )
         views[name] = view
     _run(views, num_blocks, block_write_idx, eps, output_norm_eps, pdl, batch_invariant, handle)
@@ -162,173 +160,23 @@ def attn_res_functional(
         block_write_idx,
         eps,
         output_norm_eps,
-        out=_empty_like(_in_numpy("prefix", prefix) if _is_jax(prefix) else prefix),
+        out=_empty_like(_in_numpy("prefix", prefix) if is_jax(prefix) else prefix),
         stream=stream,
         pdl=pdl,
         batch_invariant=batch_invariant,
     )
-    if _is_jax(prefix):
+    if is_jax(prefix):
         output = _in_jax(output)
         new_prefix = prefix if delta is None else _in_jax(new_prefix)
-    if _is_jax(blocks) and new_blocks is not blocks:
+    if is_jax(blocks) and new_blocks is not blocks:
         new_blocks = _in_jax(new_blocks)
     return Result(output, new_prefix, new_blocks)
-
-
-# --- one array ------------------------------------------------------------------------------------------
-
-
-class _View(NamedTuple):
-    """Where an array's elements are."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    dtype: str
-    device: int | None  # CUDA ordinal, -1 for the current one; None for the host
-    is_writable: bool
-    owner: object  # keeps the memory while this lives
-
-
-def _view(name: str, array: Any, stream: int) -> _View:
-    """Through the first protocol that can describe the array."""
-    if isinstance(getattr(array, "__array_interface__", None), dict):
-        return _from_interface(name, array, array.__array_interface__, None)
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        kind, ordinal = array.__dlpack_device__()
-        kind = int(kind)
-        if kind not in (*_HOST_KINDS, *_CUDA_KINDS):
-            raise ValueError(
-                f"{name}: expected an array on the CPU or a CUDA device, got DLPack device {kind}"
-            )
-        device = ordinal if kind in _CUDA_KINDS else None
-        try:
-            return _from_dlpack(array, device, stream)
-        except Exception as error:
-            # bfloat16 of some versions of CuPy, which the other protocol takes
-            interface = getattr(array, "__cuda_array_interface__", None)
-            if isinstance(interface, dict):
-                return _from_interface(name, array, interface, device)
-            raise ValueError(
-                f"{name}: expected an array that exports its memory, got a {_type_name(array)} that says: "
-                f"{error}"
-            ) from error
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if isinstance(interface, dict):
-        return _from_interface(name, array, interface, -1)
-    raise TypeError(
-        f"{name}: expected an array with __dlpack__, __cuda_array_interface__ or __array_interface__, "
-        f"got {_type_name(array)}"
-    )
-
-
-def _from_interface(name: str, array: Any, interface: dict[str, Any], device: int | None) -> _View:
-    """NumPy's protocol and its sibling for CUDA."""
-    kind = interface["typestr"]
-    # ml_dtypes' bfloat16 has no code of its own there: two bytes of anything.
-    dtype = _INTERFACE_DTYPES.get(kind, kind) if kind != "<V2" else str(getattr(array, "dtype", kind))
-    size = ELEMENT_SIZES.get(dtype, 1)
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides")
-    if strides is not None and any(stride % size for stride in strides):
-        raise ValueError(f"{name}: expected strides of whole elements of {size} bytes, got {strides} bytes")
-    pointer, is_read_only = interface["data"]
-    return _View(
-        pointer or 0,
-        shape,
-        _dense_strides(shape) if strides is None else tuple(stride // size for stride in strides),
-        dtype,
-        device,
-        not is_read_only,
-        array,
-    )
-
-
-def _from_dlpack(array: Any, device: int | None, stream: int) -> _View:
-    """The array protocol of everybody else. The capsule stays unconsumed and frees its export itself."""
-    options = {} if device is None else {"stream": stream}
-    try:
-        capsule = array.__dlpack__(**options, max_version=(1, 0))
-    except TypeError:  # a producer from before DLPack 1.0
-        capsule = array.__dlpack__(**options)
-    name = _capsule_name(capsule)
-    address = _capsule_pointer(capsule, name)
-    is_read_only = _is_jax(array)
-    if name == b"dltensor_versioned":
-        versioned = _VersionedTensor.from_address(address)
-        if versioned.major != 1:
-            raise BufferError(f"expected DLPack 1, got {versioned.major}")
-        tensor = versioned.tensor
-        is_read_only = is_read_only or bool(versioned.flags & 1)
-    else:
-        tensor = _Tensor.from_address(address)
-    code = (tensor.code, tensor.bits, tensor.lanes)
-    shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _dense_strides(shape)
-    return _View(
-        (tensor.data or 0) + tensor.byte_offset if tensor.data else 0,
-        shape,
-        strides,
-        _DLPACK_DTYPES.get(code, f"DLPack type {code[0]} of {code[1]} bits"),
-        device,
-        not is_read_only,
-        capsule,
-    )
-
-
-_INTERFACE_DTYPES = {"<f2": "float16", "<f4": "float32", "<f8": "float64"}
-_HOST_KINDS = (1, 3)  # the CPU, and its memory that CUDA has pinned
-_CUDA_KINDS = (2, 13)  # a CUDA device, and managed memory
-_DLPACK_DTYPES = {(2, 16, 1): "float16", (2, 32, 1): "float32", (2, 64, 1): "float64", (4, 16, 1): "bfloat16"}
-
-
-class _Tensor(ctypes.Structure):
-    """``DLTensor`` of dlpack.h; a ``DLManagedTensor`` begins with it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_kind", ctypes.c_int32),
-        ("device_index", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _VersionedTensor(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of dlpack.h."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    )
-
-
-_capsule_name = ctypes.pythonapi.PyCapsule_GetName
-_capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-
-
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dimension in range(len(shape) - 2, -1, -1):
-        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-    return tuple(strides)
 
 
 # --- one call -------------------------------------------------------------------------------------------
 
 
-def _check(name: str, view: _View, rank: int, prefix: _View | None) -> None:
+def _check(name: str, view: View, rank: int, prefix: View | None) -> None:
     """All but what the library judges: ranges, strides, overlap, and whether a kernel takes them."""
     wanted = {1: "[H]", 2: "[M, H]", 3: "[T, R, H]"}[rank]
     if len(view.shape) != rank:
@@ -366,7 +214,7 @@ def _check(name: str, view: _View, rank: int, prefix: _View | None) -> None:
 
 
 def _run(
-    views: dict[str, _View | None],
+    views: dict[str, View | None],
     num_blocks: int,
     block_write_idx: int,
     eps: float,
@@ -382,9 +230,9 @@ def _run(
     if not isinstance(pdl, str) or pdl not in PDL_MODES:
         raise ValueError(f"pdl: expected one of {', '.join(map(repr, PDL_MODES))}, got {pdl!r}")
     if batch_invariant is not None and not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant: expected a bool or None, got {_type_name(batch_invariant)}")
+        raise TypeError(f"batch_invariant: expected a bool or None, got {type_name(batch_invariant)}")
 
-    def stride(view: _View, dimension: int, dense: int) -> int:
+    def stride(view: View, dimension: int, dense: int) -> int:
         # An extent of 0 or 1 gives the stride no meaning, and libraries any value.
         return view.strides[dimension] if view.shape[dimension] > 1 else dense
 
@@ -420,14 +268,17 @@ def _run(
 
 def _index(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {_type_name(value)}")
+        raise TypeError(f"{name}: expected an int, got {type_name(value)}")
     return operator.index(value)
 
 
 def _epsilon(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a float, got {_type_name(value)}")
-    return float(value)
+        raise TypeError(f"{name}: expected a float, got {type_name(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite number >= 0, got one too large for a float") from None
 
 
 def _stream(stream: Any, prefix: Any) -> int:
@@ -441,22 +292,16 @@ def _stream(stream: Any, prefix: Any) -> int:
     for attribute in ("ptr", "cuda_stream"):  # of CuPy, of PyTorch
         stream = getattr(stream, attribute, stream)
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
-        raise TypeError(f"stream: expected a CUDA stream or its handle, got {_type_name(stream)}")
+        raise TypeError(f"stream: expected a CUDA stream or its handle, got {type_name(stream)}")
     return operator.index(stream) or LEGACY_STREAM
 
 
 # --- new arrays -----------------------------------------------------------------------------------------
 
 
-def _is_jax(array: Any) -> bool:
-    """Whether it is one of JAX's, which are never written, though DLPack does not say so."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(array, jax.Array)
-
-
 def _empty_like(array: Any) -> Any:
     """A new dense array of the same library, shape, dtype and device."""
-    if _is_jax(array):
+    if is_jax(array):
         raise ValueError(
             "out: expected an array that can be written, because JAX's cannot, got none; "
             "attn_res_functional returns new arrays"
@@ -467,17 +312,17 @@ def _empty_like(array: Any) -> Any:
     for library in libraries:
         if library is not None and hasattr(library, "empty_like"):
             return library.empty_like(array)
-    raise ValueError(f"out: expected an array, because {_type_name(array)} has no empty_like, got none")
+    raise ValueError(f"out: expected an array, because {type_name(array)} has no empty_like, got none")
 
 
 def _copy(name: str, array: Any) -> Any:
     """A dense copy that can be written; of a JAX array, NumPy's."""
-    if _is_jax(array):
+    if is_jax(array):
         return _in_numpy(name, array).copy()
     for method in ("copy", "clone"):  # of NumPy and CuPy, of PyTorch
         if hasattr(array, method):
             return getattr(array, method)()
-    raise TypeError(f"{name}: expected an array with a copy method, got {_type_name(array)}")
+    raise TypeError(f"{name}: expected an array with a copy method, got {type_name(array)}")
 
 
 def _in_numpy(name: str, array: Any) -> Any:
@@ -494,7 +339,3 @@ def _in_numpy(name: str, array: Any) -> Any:
 
 def _in_jax(array: Any) -> Any:
     return sys.modules["jax"].numpy.asarray(array)
-
-
-def _type_name(value: object) -> str:
-    return type(value).__name__

@@ -204,7 +204,13 @@ def test_what_is_only_read_may_be_read_only(make_case: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     ("changes", "exception", "text"),
     [
-        ({"prefix": [1.0]}, ValueError, "out: expected an array, because list has no empty_like"),
+        (
+            {"prefix": [1.0]},
+            TypeError,
+            "prefix: expected an array with __dlpack__, __cuda_array_interface__ or",
+        ),
+        ({"prefix": ThroughDlpack(torch.zeros(4, H))}, ValueError, "out: expected an array, because Through"),
+        ({"eps": 10**400}, ValueError, "eps: expected a finite number >= 0, got one too large for a float"),
         ({"blocks": 3}, TypeError, "blocks: expected an array with __dlpack__, __cuda_array_interface__ or"),
         ({"norm_weight": None}, TypeError, "norm_weight: expected an array with __dlpack__"),
         ({"prefix": torch.zeros(4, H).double()}, ValueError, "prefix: expected dtype bfloat16, float16, flo"),
@@ -379,8 +385,9 @@ def test_jax_arrays_are_read_and_never_written(make_case: Callable[..., Any]) ->
     output = libattnres.attn_res(*expected.arguments, backend="host")
     cpu = jax.devices("cpu")[0]
     arrays = wrapped(case, lambda tensor: jax.device_put(as_numpy(tensor.clone()), cpu))
-    for name in ("out", "prefix", "blocks"):
-        changed = arrays.with_(**({} if name != "blocks" else {"delta": None}))
+    reads = {"delta": None, "block_write_idx": -1}
+    for name, changes in (("out", reads), ("prefix", {}), ("blocks", {"delta": None})):
+        changed = arrays.with_(**changes)
         out = None if name == "out" else as_numpy(torch.empty_like(case.prefix))
         with pytest.raises(
             ValueError, match=rf"^{name}: expected an array that can be written, .*functional"
@@ -392,7 +399,7 @@ def test_jax_arrays_are_read_and_never_written(make_case: Callable[..., Any]) ->
         assert np.asarray(got).tobytes() == as_numpy(wanted).tobytes()
     for name in TENSORS:
         assert np.asarray(getattr(arrays, name)).tobytes() == as_numpy(getattr(case, name)).tobytes()
-    read = arrays.with_(delta=None, block_write_idx=-1)
+    read = arrays.with_(**reads)
     out = as_numpy(torch.empty_like(case.prefix))
     array.attn_res(*read.arguments, out=out)
     assert np.asarray(array.attn_res_functional(*read.arguments).output).tobytes() == out.tobytes()
