@@ -66,19 +66,19 @@ SCHEMAS = {
     "attn_res": f"(Tensor prefix, Tensor blocks, {_WEIGHTS}{_OPTIONS}) -> Tensor",
     "attn_res_add_": (
         f"(Tensor(a!) prefix, Tensor delta, Tensor blocks, {_WEIGHTS}{_OPTIONS}"
-        ", SymInt[] prefix_place=[]) -> Tensor"
+        ", SymInt[]? prefix_place=None) -> Tensor"
     ),
     "attn_res_write_": (
         f"(Tensor prefix, Tensor(a!) blocks, {_WEIGHTS}{_WRITE}{_OPTIONS}"
-        ", SymInt[] blocks_place=[]) -> Tensor"
+        ", SymInt[]? blocks_place=None) -> Tensor"
     ),
     "attn_res_": (
         f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}"
-        ", SymInt[] prefix_place=[], SymInt[] blocks_place=[]) -> Tensor"
+        ", SymInt[]? prefix_place=None, SymInt[]? blocks_place=None) -> Tensor"
     ),
     "attn_res_out_": (
         f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}, Tensor(c!) out"
-        f"{_OPTIONS}, SymInt[] prefix_place=[], SymInt[] blocks_place=[], SymInt[] out_place=[]) -> ()"
+        f"{_OPTIONS}, SymInt[]? prefix_place=None, SymInt[]? blocks_place=None, SymInt[]? out_place=None) -> ()"
     ),
     "attn_res_functional": (
         f"(Tensor prefix, Tensor? delta, Tensor blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) "
