@@ -168,7 +168,9 @@ def prepare(source: Path) -> None:
     """Write every page and what the pages show into a folder."""
     shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns(SITE.name))
     for page in source.rglob("*.md"):
-        page.write_text(with_links_of_the_site(page.read_text(), from_root=False))
+        # Reports are reached from the pages that speak of them, not from the navigation.
+        start = "" if page.parent == source else "---\norphan: true\n---\n\n"
+        page.write_text(start + with_links_of_the_site(page.read_text(), from_root=False))
     for path, page in ELSEWHERE.items():
         (source / page).write_text(with_links_of_the_site((ROOT / path).read_text(), from_root=True))
     with (source / "index.md").open("a") as index:
