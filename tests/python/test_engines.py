@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from libattnres import reference
-from libattnres.engines import replacement, sglang, vllm
+from libattnres.engines import replacement, service, sglang, vllm
 
 # Each operator is the float64 reference, and leaves a mark that an engine's own function ran.
 VLLM = {
@@ -305,6 +305,31 @@ def test_vllm_that_wants_batch_invariance_gets_it(
     check_vllm(model.attn_res, make_case())
     assert own_calls(vllm.ENGINE) == [3]
     assert "torch cannot be batch-invariant" in caplog.text
+
+
+def test_an_engine_goes_on_when_kernels_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", 0)
+    asked = []
+
+    def warmup(device: torch.device) -> None:
+        asked.append(device)
+        raise RuntimeError("out of memory")
+
+    capturing = True
+    monkeypatch.setattr(service.native, "device_reason", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(service._probe, "warmup", warmup)
+    caplog.set_level(logging.INFO)
+    served = service.Service("vLLM", logging.getLogger("test"))
+    assert served.serves(device), "a graph that is being captured does not load kernels"
+    assert not asked
+    capturing = False
+    assert not served.serves(device)
+    assert not served.serves(device)
+    assert asked == [device]
+    assert "left to vLLM: kernels cannot be loaded: out of memory" in caplog.text
 
 
 # SGLang

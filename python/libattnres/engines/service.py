@@ -97,9 +97,13 @@ class Service:
         if self.backend == "native" and reason is None:
             if torch.cuda.is_current_stream_capturing():
                 return None  # asked again by the next call
-            _probe.warmup(device)
-            status = _probe.device_status(device.index)
-            what = f" ({status.name}, kernels for sm_{status.target})"
+            try:
+                _probe.warmup(device)
+            except RuntimeError as error:  # such as want of memory: the engine is not to fail for that
+                reason = f"kernels cannot be loaded: {error}"
+            else:
+                status = _probe.device_status(device.index)
+                what = f" ({status.name}, kernels for sm_{status.target})"
         self._devices[device] = reason
         if reason is None:
             self.logger.info("libattnres: serves attention residuals on %s%s", device, what)
