@@ -71,6 +71,13 @@ def visit_inline(translator: Any, node: Any) -> None:
     raise SkipNode
 
 
+def keep_colon(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in an attribute's first line for its type."""
+    if what == "attribute" and lines:
+        lines[:1] = lines[0].replace(": ", ":\n", 1).split("\n")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", keep_colon, priority=400)  # before napoleon's 500
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
