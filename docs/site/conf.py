@@ -73,7 +73,7 @@ def visit_inline(translator: Any, node: Any) -> None:
 
 def keep_colon(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Napoleon takes what stands before a colon in an attribute's first line for its type."""
-    if what == "attribute" and lines:
+    if what in ("attribute", "property") and lines:
         lines[:1] = lines[0].replace(": ", ":\n", 1).split("\n")
 
 
