@@ -10,7 +10,7 @@ from typing import Any
 import libattnres
 import pytest
 import torch
-from libattnres import _core, array, reference
+from libattnres import _array_view, _core, array, reference
 from programs import run_program
 
 np = pytest.importorskip("numpy")
@@ -22,7 +22,7 @@ TENSORS = ("prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm
 class Exported:
     """Nothing but the protocols of an array of some library."""
 
-    def __init__(self, tensor: torch.Tensor, **changes: Any) -> None:
+    def __init__(self, tensor: Any, **changes: Any) -> None:
         self.tensor = tensor
         self.__dict__.update(changes)
 
@@ -170,6 +170,36 @@ def test_functional_copies_only_what_is_written(make_case: Callable[..., Any]) -
     assert isinstance(result.prefix, torch.Tensor)
     assert result.prefix is not tensors.prefix
     assert result.blocks is tensors.blocks
+
+
+class WithByteOffset(ThroughDlpack):
+    """Of a library that gives the start of an allocation, and how far the array is into it."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.tensor.__dlpack__()
+        name = _array_view._capsule_name(capsule)
+        assert name == b"dltensor"
+        exported = _array_view._Tensor.from_address(_array_view._capsule_pointer(capsule, name))
+        exported.data, exported.byte_offset = exported.data - 64, 64
+        return capsule
+
+
+def test_byte_offsets_are_added(make_case: Callable[..., Any]) -> None:
+    assert_runs_like_tensors(make_case(block_write_idx=3), WithByteOffset)
+
+
+def test_dlpack_says_what_is_read_only(make_case: Callable[..., Any]) -> None:
+    case = make_case(dtype=torch.float32)
+    locked = as_numpy(case.prefix)
+    locked.flags.writeable = False
+    if not hasattr(locked, "__array_namespace__"):
+        pytest.skip("this NumPy does not export read-only arrays")
+    prefix: Any = ThroughDlpack(locked)
+    with pytest.raises(ValueError, match=r"^prefix: expected an array that can be written, .* ThroughDlpack"):
+        array.attn_res(prefix, *case.arguments[1:], out=torch.empty_like(case.prefix))
+    out = torch.full_like(case.prefix, float("nan"))
+    array.attn_res(prefix, None, *case.arguments[2:], out=out)
+    assert reference.same_bits(out, libattnres.attn_res(*case.with_(delta=None).arguments, backend="host"))
 
 
 @pytest.mark.parametrize("name", ["prefix", "blocks", "out"])
