@@ -90,6 +90,6 @@ def __dir__() -> list[str]:
 if "torch" in sys.modules:
     _load()
 else:
-    from libattnres import _after_torch
+    from libattnres import _after_import
 
-    _after_torch.call(_load_unless_loading)
+    _after_import.call("torch", _load_unless_loading)

@@ -9,7 +9,6 @@ imports the function then finds the replacement.
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.util
 import inspect
 import logging
 import os
@@ -20,7 +19,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from libattnres import _core
+from libattnres import _after_import, _core
 
 __all__ = ["Engine", "Function", "install"]
 
@@ -71,10 +70,7 @@ def install(engine: Engine) -> None:
     if not is_on_disk(engine.module):
         leave(engine, f"it has no module {engine.module}")
         return
-    if not any(
-        isinstance(finder, Finder) and finder.engine.module == engine.module for finder in sys.meta_path
-    ):
-        sys.meta_path.insert(0, Finder(engine))
+    _after_import.call(engine.module, lambda: replace(engine, sys.modules[engine.module]))
     engine.logger.info("libattnres %s: waits for %s", _core.version(), engine.module)
 
 
@@ -112,37 +108,6 @@ def is_on_disk(module: str) -> bool:
             return False
         path = spec.submodule_search_locations or []
     return True
-
-
-class Finder:
-    """On ``sys.meta_path``: has one module changed right after it was executed."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders have, with a loader that also replaces."""
-        if name != self.engine.module:
-            return None
-        spec = None
-        for finder in sys.meta_path:
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    break
-        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
-            leave(self.engine, f"{name} cannot be loaded in the usual way")
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            replace(self.engine, module)
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
 
 
 def replace(engine: Engine, module: ModuleType) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does something when a program imports PyTorch, which it may never do."""
+"""Does something when a program imports a module, such as PyTorch, which it may never do."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__ = ["call"]
 
 
 class _Finder(MetaPathFinder):
-    """Has torch found by the others, and wraps the loader that they name."""
+    """Has one module found by the others, and wraps the loader that they name."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self.module = module
         self.action = action
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of torch; None for every other module."""
-        if name != "torch":
+        """The spec of the module; None for every other one."""
+        if name != self.module:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -37,14 +38,14 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The loader of torch, and one action after it."""
+    """The loader of the module, and one action after it."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self.loader = loader
         self.finder = finder
 
     def __getattr__(self, name: str) -> Any:
-        """As the loader itself, for who only looks for torch and does not load it."""
+        """As the loader itself, for who only looks for the module and does not load it."""
         return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -52,7 +53,7 @@ class _Loader(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import torch, with nothing of this left to see, then act."""
+        """Execute the module, with nothing of this left to see, then act."""
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader
@@ -62,6 +63,6 @@ class _Loader(Loader):
         self.finder.action()
 
 
-def call(action: Callable[[], None]) -> None:
-    """Run ``action`` right after the first import of torch."""
-    sys.meta_path.insert(0, _Finder(action))
+def call(module: str, action: Callable[[], None]) -> None:
+    """Run ``action`` right after the first import of a module."""
+    sys.meta_path.insert(0, _Finder(module, action))
