@@ -18,8 +18,7 @@ from libattnres import _core
 from libattnres._core import UnsupportedError
 
 if TYPE_CHECKING:
-    from libattnres import array, model_walk, nn, reference
-    from libattnres import distributed as distributed
+    from libattnres import array, distributed, model_walk, nn, reference
     from libattnres._api import attn_res, explain
     from libattnres._call import Plan
     from libattnres._dispatch import Explanation
@@ -34,6 +33,7 @@ __all__ = [
     "__version__",
     "array",
     "attn_res",
+    "distributed",
     "explain",
     "model_walk",
     "nn",
