@@ -157,6 +157,26 @@ def attn_res(
             raise ValueError(
                 f"{name}: expected memory that shares no byte with {other}, got overlapping memory"
             )
+    if any_dtensor(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
+        from libattnres import distributed
+
+        return distributed.attn_res(
+            prefix,
+            delta,
+            blocks,
+            norm_weight,
+            qk_weight,
+            output_norm_weight,
+            num_blocks,
+            block_write_idx,
+            eps,
+            output_norm_eps,
+            out=out,
+            backend=backend,
+            pdl=pdl,
+            plan=plan,
+            batch_invariant=batch_invariant,
+        )
     ops = torch.ops.libattnres
     weights = (norm_weight, qk_weight, output_norm_weight, num_blocks)
     options = (eps, output_norm_eps, backend, pdl, None if plan is None else plan.numbers(), batch_invariant)
@@ -174,6 +194,12 @@ def attn_res(
     else:
         output = ops.attn_res_(prefix, delta, blocks, *weights, block_write_idx, *options)
     return output  # type: ignore[no-any-return]
+
+
+def any_dtensor(*tensors: object) -> bool:
+    """Whether there is a DTensor, of which there is none before its module is imported."""
+    module = getattr(torch.distributed, "tensor", None)
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 # The kernels, in terms of one call. Each op's arguments are those of attn_res_out_, less those it lacks.
