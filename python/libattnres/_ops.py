@@ -78,7 +78,8 @@ SCHEMAS = {
     ),
     "attn_res_out_": (
         f"(Tensor(a!) prefix, Tensor? delta, Tensor(b!) blocks, {_WEIGHTS}{_WRITE}, Tensor(c!) out"
-        f"{_OPTIONS}, SymInt[]? prefix_place=None, SymInt[]? blocks_place=None, SymInt[]? out_place=None) -> ()"
+        f"{_OPTIONS}, SymInt[]? prefix_place=None, SymInt[]? blocks_place=None"
+        ", SymInt[]? out_place=None) -> ()"
     ),
     "attn_res_functional": (
         f"(Tensor prefix, Tensor? delta, Tensor blocks, {_WEIGHTS}{_WRITE}=-1{_OPTIONS}) "

@@ -115,16 +115,15 @@ def op_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cmake(ROOT / "cpp" / "torch", build, f"-Dattnres_ROOT={PACKAGE}") / "libattnres_torch.so"
 
 
-def test_a_package_runs_where_libattnres_is_imported(built: Built) -> None:
+def test_a_package_runs_with_python_and_without(
+    built: Built, op_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One test for both, so that workers of a test run do not compile a package each."""
     run = torch._inductor.aoti_load_package(str(built.path))
     inputs = built.inputs()
     outputs = run(*inputs)
     built.check([*outputs, inputs[0], inputs[2]])
 
-
-def test_a_package_runs_in_a_process_without_python(
-    built: Built, op_library: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
     program = cmake(ROOT / "tests" / "aot", tmp_path_factory.mktemp("runner")) / "run_package"
     assert (
         "libpython" not in subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
@@ -149,7 +148,15 @@ def test_a_package_runs_in_a_process_without_python(
     built.check(results)
 
 
-def test_the_op_library_defines_what_python_defines(op_library: Path) -> None:
+def test_the_op_library_is_what_python_defines(op_library: Path) -> None:
+    """The same: one worker builds it."""
+    check_schemas(op_library)
+    check_places_and_refusals(op_library)
+    check_second_definition(op_library)
+
+
+def check_schemas(op_library: Path) -> None:
+    """Names, arguments and defaults."""
     names = (*_ops.OPS, "_copy")
     program = f"""
 import sys, torch
@@ -162,7 +169,8 @@ assert "libattnres" not in sys.modules
     assert run_program(program).splitlines() == schemas
 
 
-def test_the_op_library_finds_places_and_refuses_what_is_wrong(op_library: Path) -> None:
+def check_places_and_refusals(op_library: Path) -> None:
+    """What the ops do beside calling the C interface."""
     program = f"""
 import torch
 torch.ops.load_library({str(op_library)!r})
@@ -218,7 +226,8 @@ print("fine")
     assert run_program(program, LIBATTNRES_BACKEND="").strip() == "fine"
 
 
-def test_python_refuses_to_define_the_ops_twice(op_library: Path) -> None:
+def check_second_definition(op_library: Path) -> None:
+    """PyTorch's own error, from either side."""
     program = f"""
 import torch
 torch.ops.load_library({str(op_library)!r})

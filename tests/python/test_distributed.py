@@ -52,20 +52,6 @@ def process(rank: int, directory: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the processes left what came of each check."""
-    directory = tmp_path_factory.mktemp("distributed")
-    context = torch.multiprocessing.spawn(process, (str(directory),), nprocs=SIZE, join=False)
-    for child in context.processes:
-        child.join(timeout=120)
-    for child in context.processes:
-        if child.is_alive():
-            child.kill()
-            child.join()
-    return directory
-
-
 def case(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Prefix, delta, bank and the three weights, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
@@ -324,12 +310,23 @@ def pipeline_refuses_a_bank_of_other_tokens(rank: int) -> None:
     refused("bank: expected shape [T, rows, H]", distributed.send, case(5)[0], case(6)[2], 1 - rank)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(name: str, results: Path) -> None:
-    for rank in range(SIZE):
-        file = results / f"{name}.{rank}"
-        assert file.exists(), f"process {rank} did not get there"
-        assert file.read_text() == "passed", f"process {rank}: {file.read_text()}"
+def test_all_checks_in_two_processes(tmp_path: Path) -> None:
+    """One test, so that workers of a test run do not start two processes each."""
+    context = torch.multiprocessing.spawn(process, (str(tmp_path),), nprocs=SIZE, join=False)
+    for child in context.processes:
+        child.join(timeout=300)
+    for child in context.processes:
+        if child.is_alive():
+            child.kill()
+            child.join()
+    failures = []
+    for name in CHECKS:
+        for rank in range(SIZE):
+            file = tmp_path / f"{name}.{rank}"
+            text = file.read_text() if file.exists() else "did not get there"
+            if text != "passed":
+                failures.append(f"{name} in process {rank}: {text}")
+    assert not failures, "\n".join(failures)
 
 
 def test_without_a_process_group_it_is_said() -> None:
