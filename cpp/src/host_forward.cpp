@@ -65,7 +65,10 @@ const HostKernels& find_target(const char* wanted) {
 
 const HostKernels& host_kernels() {
   // An exception leaves it unset, so a bad value is refused at each call.
-  static const HostKernels& kernels = find_target(std::getenv(kTargetVariable));
+  static const HostKernels& kernels = [&]() -> const HostKernels& {
+    const char* wanted = std::getenv(kTargetVariable);
+    return find_target(wanted != nullptr && *wanted == '\0' ? nullptr : wanted);
+  }();
   return kernels;
 }
 

@@ -91,6 +91,10 @@ def test_the_host_target_is_a_name_and_nothing_else(value: str, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_host_target_is_none(tmp_path: Path) -> None:
+    assert run({"LIBATTNRES_HOST_TARGET": ""}, tmp_path) == "nothing\n"
+
+
 @pytest.mark.parametrize("variable", [*PER_CALL, "LIBATTNRES_PLAN_FILE"])
 def test_nothing_named_by_a_variable_is_loaded_or_started(variable: str, tmp_path: Path) -> None:
     for name in ("evil.py", "evil.so"):

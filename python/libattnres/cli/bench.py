@@ -253,7 +253,8 @@ def chosen_shapes(args: argparse.Namespace, kind: str) -> list[Shape]:
         shapes += [Shape(M, 8, variant) for variant in VARIANTS for M in VARIANT_TOKENS]
         # As many bank entries as the goal for shared rows begins with.
         M = 2 * targets.SHARED_ROWS_MIN_ENTRIES
-        shapes += [Shape(M, 8), Shape(M, 8, VARIANTS[-1])]
+        shared = next(variant for variant in VARIANTS if variant.prefixes_per_row > 1)
+        shapes += [Shape(M, 8), Shape(M, 8, shared)]
     return list(dict.fromkeys(shapes))
 
 
