@@ -3,13 +3,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import libattnres
 import pytest
 import torch
+from libattnres import _ops
+
+# PyTorch keys its compiled graphs on the calls in them, not on how the ops trace: what another state of the
+# ops left behind must not be run.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(),
+        "libattnres-inductor-" + hashlib.sha256(Path(_ops.__file__).read_bytes()).hexdigest()[:16],
+    ),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
