@@ -125,15 +125,8 @@ def attn_res(
     Types are judged here, in the words of attn_res: the dispatcher has its own, and takes a bool for an
     int. Values are for the kernels, fake or not.
     """
-    for name, tensor in (
-        ("prefix", prefix),
-        ("delta", delta),
-        ("blocks", blocks),
-        ("norm_weight", norm_weight),
-        ("qk_weight", qk_weight),
-        ("output_norm_weight", output_norm_weight),
-        ("out", out),
-    ):
+    tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
         if tensor is not None or name in ("prefix", "blocks", "norm_weight", "qk_weight"):
             check_type(name, tensor)
     num_blocks = checked_index("num_blocks", num_blocks)
@@ -158,7 +151,7 @@ def attn_res(
             raise ValueError(
                 f"{name}: expected memory that shares no byte with {other}, got overlapping memory"
             )
-    if any_dtensor(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out):
+    if any_dtensor(*tensors):
         from libattnres import distributed
 
         return distributed.attn_res(
