@@ -120,7 +120,7 @@ CUstream_st* current_cuda_stream(int32_t device) {
   }();
   STD_TORCH_CHECK(get != nullptr, "prefix: expected a CUDA build of PyTorch, got one without");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+  STD_TORCH_CHECK(get(device, &stream) == AOTI_TORCH_SUCCESS, "PyTorch gave no CUDA stream");
   return static_cast<CUstream_st*>(stream);
 }
 
@@ -215,9 +215,10 @@ Tensor at_place(const char* name, const Tensor& base, const OptionalInts& place)
   STD_TORCH_CHECK(place->size() == 2 * rank + 1, name,
                   "_place: expected an odd number of integers, got ", place->size());
   AtenTensorHandle view = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  const AOTITorchError status =
       aoti_torch__reinterpret_tensor(base.get(), static_cast<int64_t>(rank), place->data(),
-                                     place->data() + rank, place->back(), &view));
+                                     place->data() + rank, place->back(), &view);
+  STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, name, "_place: PyTorch made no view of it");
   return Tensor(view);
 }
 

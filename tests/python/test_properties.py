@@ -128,7 +128,7 @@ def filled(kind: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Ge
         limits = torch.iinfo(integer)
         return torch.randint(limits.min, limits.max, shape, dtype=integer, **random).view(dtype)
     if kind == "zeros":
-        return torch.zeros(shape, dtype=dtype).copysign(normal.to(dtype))
+        return torch.zeros_like(normal).copysign(normal).to(dtype)
     assert kind == "specials", kind  # plain, with a few that are not
     values = normal.to(dtype)
     denormal = info.smallest_normal / 4
