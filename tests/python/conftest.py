@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,11 @@ os.environ.setdefault(
         "libattnres-inductor-" + hashlib.sha256(Path(_ops.__file__).read_bytes()).hexdigest()[:16],
     ),
 )
+# Graphs of a kernel or two: a pool of compilers, one for each process, would take longer to start than they do.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# pytest listens to loggers that do not propagate, and PyTorch writes down all of a compilation for who listens
+# to this one.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ def run_program(program: str, **environment: str) -> str:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # a hang, on however busy a machine
         check=False,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )
