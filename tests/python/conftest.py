@@ -26,10 +26,10 @@ os.environ.setdefault(
         "libattnres-inductor-" + hashlib.sha256(Path(_ops.__file__).read_bytes()).hexdigest()[:16],
     ),
 )
-# Graphs of a kernel or two: a pool of compilers, one for each process, would take longer to start than they do.
+# Graphs of a kernel or two: a pool of compilers for each process would take longer to start than they do.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# pytest listens to loggers that do not propagate, and PyTorch writes down all of a compilation for who listens
-# to this one.
+# pytest listens to loggers that do not propagate, and PyTorch writes down all of a compilation for who
+# listens to this one.
 logging.getLogger("torch.__trace").propagate = True
 
 
