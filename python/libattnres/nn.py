@@ -37,6 +37,8 @@ __all__ = ["AttnRes", "AttnResLayer", "AttnResStack", "HandOver", "Stream"]
 MAX_BLOCKS = 8
 """Bank rows that the operator reads at most."""
 
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class Stream(NamedTuple):
     """The residual stream between two sub-layers."""
@@ -218,8 +220,9 @@ class AttnResStack(nn.Module):
     ) -> None:
         super().__init__()
         end_layer = num_layers if end_layer is None else end_layer
-        if block_size < 1:
-            raise ValueError(f"block_size: expected a number >= 1, got {block_size}")
+        for name, value in (("hidden_size", hidden_size), ("block_size", block_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {value}")
         if not 1 <= num_layers <= MAX_BLOCKS * block_size:
             raise ValueError(
                 f"num_layers: expected 1..{MAX_BLOCKS * block_size} for {MAX_BLOCKS} blocks of {block_size} "
@@ -510,13 +513,17 @@ class AttnResStack(nn.Module):
         set of str
             The checkpoint's names that were loaded.
         """
-        wanted = {name: parameter.shape for name, parameter in self.named_parameters()}
+        wanted = dict(self.named_parameters())
         found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
         for original, tensor in weights.items() if isinstance(weights, Mapping) else weights:
             name = original if rename is None else rename(original)
             match = _CHECKPOINT_NAME.fullmatch(name)
-            if match is not None and match["name"] in wanted:
-                found.setdefault(match["prefix"], {})[match["name"]] = (original, tensor)
+            if match is None or match["name"] not in wanted:
+                continue
+            part = found.setdefault(match["prefix"], {})
+            if match["name"] in part:
+                raise ValueError(f"weights: expected one {name}, got {part[match['name']][0]} and {original}")
+            part[match["name"]] = (original, tensor)
         if prefix is None:
             # A vision tower has an input_layernorm as well, but no residual query.
             prefixes = [key for key, part in found.items() if any("_res_" in name for name in part)]
@@ -531,9 +538,15 @@ class AttnResStack(nn.Module):
             raise ValueError(f"weights: expected {names}{more}, got none of that name")
         state = {}
         for name, (original, tensor) in chosen.items():
-            if tensor.numel() != wanted[name].numel():
-                raise ValueError(f"{original}: expected shape {list(wanted[name])}, got {list(tensor.shape)}")
-            state[name] = tensor.detach().reshape(wanted[name])
+            shape, dtype = wanted[name].shape, wanted[name].dtype
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{original}: expected a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.dtype not in _WEIGHT_DTYPES:  # a cast would drop the scales of a quantised one
+                expected = ", ".join(map(str, _WEIGHT_DTYPES))
+                raise ValueError(f"{original}: expected dtype {expected}, got {tensor.dtype}")
+            if tensor.numel() != shape.numel():
+                raise ValueError(f"{original}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            state[name] = tensor.detach().reshape(shape).to(dtype)
         self.load_state_dict(state, assign=any(parameter.is_meta for parameter in self.parameters()))
         return {original for original, _ in chosen.values()}
 

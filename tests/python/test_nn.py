@@ -207,6 +207,7 @@ def test_a_bank_is_used_as_it_is_where_its_rows_suffice() -> None:
     ("options", "text"),
     [
         ({"block_size": 0}, "block_size: expected a number >= 1, got 0"),
+        ({"hidden_size": -1}, "hidden_size: expected a number >= 1, got -1"),
         ({"num_layers": 17}, "num_layers: expected 1..16 for 8 blocks of 2 layers, got 17"),
         ({"num_layers": 0}, "num_layers: expected 1..16 for 8 blocks of 2 layers, got 0"),
         ({"first_layer": 5}, "end_layer: expected 0 <= first_layer < end_layer <= 5, got 5 and 5"),
@@ -309,10 +310,27 @@ def test_checkpoints_that_do_not_fit_are_refused_and_change_nothing() -> None:
         stack.load_checkpoint({name: tensor for name, tensor in weights.items() if name != proj})
     with pytest.raises(ValueError, match=rf"^{proj}: expected shape \[1, 64\], got \[1, 32\]"):
         stack.load_checkpoint({**weights, proj: weights[proj][:, :32]})
+    with pytest.raises(ValueError, match=rf"^{proj}: expected dtype .*, got torch.float8_e4m3fn"):
+        stack.load_checkpoint({**weights, proj: weights[proj].to(torch.float8_e4m3fn)})
+    with pytest.raises(TypeError, match=rf"^{proj}: expected a torch.Tensor, got list"):
+        stack.load_checkpoint({**weights, proj: weights[proj].tolist()})
+    with pytest.raises(ValueError, match=rf"^weights: expected one {proj}, got {proj} and {proj}"):
+        stack.load_checkpoint([*weights.items(), (proj, weights[proj])])
     for name, tensor in stack.state_dict().items():
         assert reference.same_bits(tensor, before[name])
     stack.load_checkpoint({**weights, **checkpoint("draft.")}, prefix="draft.")
     stack.load_checkpoint({**weights, proj: weights[proj][0]})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_of_another_precision_become_the_stacks(device: str) -> None:
+    """On meta, where the checkpoint's tensors take the place of the parameters, too."""
+    stack = AttnResStack(5, 64, 2, dtype=torch.bfloat16, device=device)
+    weights = checkpoint("model.")
+    stack.load_checkpoint({name: tensor.float().requires_grad_() for name, tensor in weights.items()})
+    for name, parameter in stack.named_parameters():
+        assert reference.same_bits(parameter, weights["model." + name])
+        assert not parameter.requires_grad
 
 
 # --- a model that decodes -------------------------------------------------------------------------------
