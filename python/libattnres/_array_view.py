@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 from typing import Any, NamedTuple
 
@@ -60,19 +61,32 @@ def view_of(name: str, array: Any, stream: int) -> View:
 
 def _from_interface(name: str, array: Any, interface: dict[str, Any], device: int | None) -> View:
     """NumPy's protocol and its sibling for CUDA."""
-    kind = interface["typestr"]
+    try:
+        kind = str(interface["typestr"])
+        shape = tuple(operator.index(extent) for extent in interface["shape"])
+        pointer, is_read_only = interface["data"]
+        pointer = operator.index(pointer or 0)
+        strides = interface.get("strides")
+        if strides is not None:
+            strides = tuple(operator.index(stride) for stride in strides)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: expected an array interface with typestr, shape and a pointer in data, got one that "
+            f"says: {type(error).__name__}: {error}"
+        ) from error
+    if min(shape, default=0) < 0 or (strides is not None and len(strides) != len(shape)):
+        raise ValueError(f"{name}: expected a shape and as many strides, got {shape} and {strides}")
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name}: expected an array without a mask, got one with")
     # ml_dtypes' bfloat16 has no code of its own there: two bytes of anything.
     dtype = _INTERFACE_DTYPES.get(kind, kind)
     if kind == "<V2":
         dtype = str(getattr(array, "dtype", kind)).rpartition(".")[2]
     size = ELEMENT_SIZES.get(dtype, 1)
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides")
     if strides is not None and any(stride % size for stride in strides):
         raise ValueError(f"{name}: expected strides of whole elements of {size} bytes, got {strides} bytes")
-    pointer, is_read_only = interface["data"]
     return View(
-        pointer or 0,
+        pointer,
         shape,
         _dense_strides(shape) if strides is None else tuple(stride // size for stride in strides),
         dtype,

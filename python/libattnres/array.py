@@ -87,6 +87,8 @@ def attn_res(
     RuntimeError
         When CUDA failed.
     """
+    num_blocks = _index("num_blocks", num_blocks)
+    block_write_idx = _index("block_write_idx", block_write_idx)
     handle = _stream(stream, prefix)
     writes = {"prefix": delta is not None, "blocks": block_write_idx != -1, "out": True}
     views: dict[str, View | None] = {}
@@ -147,6 +149,7 @@ def attn_res_functional(
     Result
         Arrays of the libraries of ``prefix`` and ``blocks``.
     """
+    block_write_idx = _index("block_write_idx", block_write_idx)
     new_prefix = prefix if delta is None else _copy("prefix", prefix)
     new_blocks = blocks if block_write_idx == -1 else _copy("blocks", blocks)
     output = attn_res(
@@ -245,8 +248,8 @@ def _run(
         "num_bank_tokens": blocks.shape[0],
         "num_bank_rows": blocks.shape[1],
         "hidden_size": hidden_size,
-        "num_blocks": _index("num_blocks", num_blocks),
-        "block_write_idx": _index("block_write_idx", block_write_idx),
+        "num_blocks": num_blocks,
+        "block_write_idx": block_write_idx,
         "prefix_stride": stride(prefix, 0, hidden_size),
         "delta_stride": 0 if delta is None else stride(delta, 0, hidden_size),
         "blocks_token_stride": stride(blocks, 0, blocks.shape[1] * row_stride),
@@ -267,9 +270,12 @@ def _run(
 
 
 def _index(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type_name(value)}")
-    return operator.index(value)
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected an int, got {type_name(value)}")
 
 
 def _epsilon(name: str, value: Any) -> float:

@@ -256,6 +256,7 @@ def test_what_is_only_read_may_be_read_only(make_case: Callable[..., Any]) -> No
         ({"num_blocks": 9}, ValueError, r"num_blocks: expected 0\.\.8, got 9"),
         ({"num_blocks": True}, TypeError, "num_blocks: expected an int, got bool"),
         ({"block_write_idx": 1.0}, TypeError, "block_write_idx: expected an int, got float"),
+        ({"block_write_idx": torch.zeros(2)}, TypeError, "block_write_idx: expected an int, got Tensor"),
         ({"eps": "1"}, TypeError, "eps: expected a float, got str"),
         ({"eps": -1.0}, ValueError, "eps: expected a finite number >= 0"),
         ({"pdl": "late"}, ValueError, "pdl: expected one of 'wait', 'early', 'off', got 'late'"),
@@ -285,6 +286,21 @@ def test_what_is_only_read_may_be_read_only(make_case: Callable[..., Any]) -> No
             {"delta": ThroughInterface(torch.zeros(4, H), strides=(255, 4))},
             ValueError,
             "delta: expected strides of whole elements of 4 bytes, got (255, 4) bytes",
+        ),
+        (
+            {"delta": ThroughInterface(torch.zeros(4, H), strides=(4,))},
+            ValueError,
+            "delta: expected a shape and as many strides, got (4, 64) and (4,)",
+        ),
+        (
+            {"delta": ThroughInterface(torch.zeros(4, H), data=None)},
+            ValueError,
+            "delta: expected an array interface with typestr, shape and a pointer in data, got one that says",
+        ),
+        (
+            {"delta": OnCuda(torch.zeros(4, H), mask=OnCuda(torch.zeros(4, H)))},
+            ValueError,
+            "delta: expected an array without a mask, got one with",
         ),
     ],
 )
