@@ -83,7 +83,9 @@ def directive(name: str, argument: str, *options: str) -> Iterator[str]:
     yield from ("```", "")
 
 
-_NAME = re.compile(r"`[^`]*`|\b(?:attnres_\w+(?:\([^()]*\))?|(?:LIB)?ATTNRES_\w+\*?|args?->\w+)")
+_NAME = re.compile(
+    r"`[^`]*`|\b(?:sizeof\(\w+\)|attnres_\w+(?:\([^()]*\))?|(?:LIB)?ATTNRES_\w+\*?|args?->\w+)"
+)
 
 
 def marked_up(comment: str) -> str:

@@ -30,6 +30,8 @@ maximum_signature_line_length = 70
 python_use_unqualified_type_names = True
 napoleon_google_docstring = False
 napoleon_use_rtype = False
+# Several names that share a description stay one entry.
+napoleon_use_param = False
 
 html_theme = "furo"
 html_static_path = ["extra.css"]
