@@ -324,7 +324,9 @@ class AttnResStack(nn.Module):
         available = 0 if bank is None else bank.shape[1]
         if available < inherited:
             raise ValueError(f"bank: expected [M, rows, H] with rows >= {inherited}, got {available} rows")
-        blocks = hidden_states.new_empty(hidden_states.shape[0], rows, hidden_states.shape[1])
+        blocks = torch.empty_like(  # placed as the hidden states, where those are a DTensor
+            hidden_states[:, None].expand(-1, rows, -1), memory_format=torch.contiguous_format
+        )
         if bank is not None and inherited > 0:
             blocks[:, :inherited].copy_(bank[:, :inherited])
         return Stream(hidden_states, blocks)

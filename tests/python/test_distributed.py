@@ -279,6 +279,21 @@ def sequence_parallel_stack_equals_one_process(rank: int) -> None:
 
 
 @check
+def a_stack_of_dtensors_equals_one_process(rank: int) -> None:
+    """The bank that it makes lies as its tokens do."""
+
+    def halved(layer: int, hidden: Any) -> Any:
+        return hidden * 0.5
+
+    for num_tokens in (6, 5):
+        embeddings = case(num_tokens)[0]
+        expected = make_stack()(embeddings, halved, halved)
+        output = make_stack()(shard(embeddings, Shard(0)), halved, halved)
+        assert output.placements == (Shard(0),)
+        assert_same(output.full_tensor(), expected)
+
+
+@check
 def sequence_parallel_collectives_compile(rank: int) -> None:
     parallel = distributed.SequenceParallel(5)
     tensors = case(5)
