@@ -201,7 +201,8 @@ def test_another_cuda_on_the_library_path_is_not_loaded(tmp_path: Path) -> None:
     )
     library = tmp_path / "libcudart.so.13"
     subprocess.run([compiler(), "-shared", "-fPIC", source, "-o", library], check=True)
-    for name in ("libcudart.so", "libcudart.so.12", "libnvrtc.so.13", "libtorch.so", "libc10.so"):
+    others = ("libcudart.so", "libcudart.so.12", "libnvrtc.so.13", "libtorch.so", "libc10.so")
+    for name in (*others, LIBRARY.name):  # another build of this library too
         shutil.copy(library, tmp_path / name)
     program = f"""{LOAD_CORE}
 core.probe(0)
