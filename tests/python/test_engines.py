@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import sys
@@ -292,6 +293,13 @@ def test_vllm_without_the_model_is_left_alone(package: Package, caplog: pytest.L
     assert sys.meta_path == finders
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "it has no module vllm.models.kimi_k3.nvidia.ops.attn_res" in caplog.text
+
+
+def test_an_engine_that_is_not_installed_is_called_that(
+    package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    replacement.install(dataclasses.replace(vllm.ENGINE, package="wllm", module="wllm.ops"))
+    assert "vLLM of unknown version is left as it is: it is not installed" in caplog.text
 
 
 def test_vllm_that_wants_batch_invariance_gets_it(

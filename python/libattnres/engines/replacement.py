@@ -68,7 +68,8 @@ def install(engine: Engine) -> None:
         replace(engine, loaded)
         return
     if not is_on_disk(engine.module):
-        leave(engine, f"it has no module {engine.module}")
+        has_package = is_on_disk(engine.package)
+        leave(engine, f"it has no module {engine.module}" if has_package else "it is not installed")
         return
     _after_import.call(engine.module, lambda: replace(engine, sys.modules[engine.module]))
     engine.logger.info("libattnres %s: waits for %s", _core.version(), engine.module)
