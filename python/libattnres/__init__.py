@@ -87,7 +87,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:  # None is what hides an installed module
     _load()
 else:
     from libattnres import _after_import

@@ -50,6 +50,20 @@ print('fine')
     assert run(program, "-W", "error").strip() == "fine"
 
 
+def test_a_hidden_pytorch_is_an_absent_one() -> None:
+    """As tests of optional dependencies hide it; the arrays of others are still served."""
+    program = """
+import sys
+sys.modules["torch"] = None
+import libattnres.array
+try:
+    libattnres.attn_res
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert "torch" in run(program)
+
+
 @pytest.mark.parametrize(
     "statements",
     [
