@@ -184,6 +184,16 @@ def test_command_line_names_the_folders_without_pytorch() -> None:
     assert Path(run(sys.executable, "-c", program).strip()) == package_folder("--cmake-dir")
 
 
+def test_commands_without_pytorch_say_what_they_need() -> None:
+    program = (
+        "import sys\nfrom libattnres.cli import main\nsys.modules['torch'] = None\nsys.exit(main(['info']))"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert re.fullmatch(r"libattnres: commands need PyTorch .*\n", result.stderr)
+
+
 def test_package_is_an_entry_point_for_builds_with_scikit_build_core() -> None:
     for group in ("cmake.prefix", "cmake.root"):
         (point,) = (point for point in metadata.entry_points(group=group) if point.name == "attnres")

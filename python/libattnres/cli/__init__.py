@@ -75,9 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in {"--version", *(option for option, _, _ in FOLDERS)}:
         build_options().parse_args(arguments)  # prints and exits
 
-    # Imports PyTorch.
-    from libattnres.cli.console import Console
-    from libattnres.cli.metadata import write_json
+    try:
+        from libattnres.cli.console import Console
+        from libattnres.cli.metadata import write_json
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("libattnres: commands need PyTorch (pip install torch), the folders do not", file=sys.stderr)
+        return 2
 
     args = build_parser().parse_args(arguments)
     console = Console()
