@@ -9,6 +9,7 @@
 #   make mutations       take defences away one by one, and see that a test fails each time
 #   make release-check VERSION=1.2.3   every step of a release up to the upload, and what is missing
 #   make sanitize        compute-sanitizer over the kernels' tests; needs a GPU and the CUDA toolkit
+#   make check-gpu certify   the tests that need a GPU, and a report on it
 #   make docs            the documentation as a site in build/site
 #   make TARGETS=90a ... compile the kernels for fewer GPUs than the default, for quick developer builds
 #   make CUDA=OFF ...    no kernels at all
@@ -41,7 +42,7 @@ TIDY_FILES = $(filter-out $(addprefix cpp/src/,device.cpp device_forward.cpp pla
 CMAKE_FILES = CMakeLists.txt $(shell find cpp examples tests -name CMakeLists.txt -o -name '*.cmake') cuda/CMakeLists.txt
 
 .PHONY: all install demo test lint tidy format check-cpp check-python check-sanitized fuzz mutations sanitize audit docs \
-  check-consumers wheel sdist wheels check-dist check-wheel release-agree release-check lock clean
+  check-gpu certify check-consumers wheel sdist wheels check-dist check-wheel release-agree release-check lock clean
 .DELETE_ON_ERROR:
 # The compilers are parallel by themselves, and the summary of pytest comes last.
 .NOTPARALLEL:
@@ -136,6 +137,14 @@ sanitize: $(INSTALLED)
 # The machine code of every kernel against the rules that it must keep; needs no GPU.
 audit: $(INSTALLED)
 	$(BIN)/libattnres permutations --audit
+
+# What a GPU says: the tests that need one, and a report on verify, races, bench, walk and tune.
+check-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu
+
+CERTIFICATE ?= build/certificate
+certify: $(INSTALLED)
+	$(BIN)/libattnres certify $(if $(QUICK),--quick) --output "$(CERTIFICATE)"
 
 check-consumers: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/python/test_consumer.py
