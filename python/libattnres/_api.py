@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from libattnres import _core, _ops
-from libattnres._call import Plan, checked_call, refuse_grad, refuse_tangents
+from libattnres._call import ARGUMENTS, Plan, checked_call, refuse_grad, refuse_tangents
 from libattnres._dispatch import Explanation, explain_call
 from libattnres._eager import eager
 
@@ -293,6 +293,12 @@ def explain(
         refuse_grad(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
     if forward_ad._current_level >= 0:
         refuse_tangents(prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
+    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
+        if _ops.any_dtensor(tensor):
+            raise TypeError(
+                f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local()"
+            )
     call = checked_call(
         prefix,
         delta,

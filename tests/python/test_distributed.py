@@ -170,6 +170,7 @@ def other_placements_are_refused_with_advice(rank: int) -> None:
     refused("blocks: ", call, tokens[0], None, shard(blocks, Shard(2)), *weights, 3)
     refused("delta: ", call, tokens[0], shard(delta, Shard(1)), tokens[2], *weights, 3)
     refused("blocks is not moved", call, tokens[0], None, shard(blocks, Replicate()), *weights, 3)
+    refused("pass prefix.to_local()", libattnres.explain, tokens[0], None, tokens[2], *weights, 3)
     refused("delta: expected a DTensor", call, tokens[0], delta, tokens[2], *weights, 3)
     refused("prefix: expected a DTensor", call, prefix, None, tokens[2], *weights, 3)
     refused(
