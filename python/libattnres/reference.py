@@ -13,10 +13,13 @@ import torch
 
 __all__ = [
     "TOLERANCES",
+    "Bank",
     "Comparison",
     "Result",
     "Tolerance",
     "attn_res",
+    "attn_res_bank",
+    "attn_res_merge",
     "compare",
     "same_bits",
     "updated_prefix",
@@ -35,6 +38,15 @@ class Result(NamedTuple):
     """``[M, H]`` in the input dtype: the prefix after the update, to the bit."""
     blocks: torch.Tensor
     """``[T, R, H]`` in the input dtype: the bank after the write, to the bit."""
+
+
+class Bank(NamedTuple):
+    """What the first of two phases leaves for the second."""
+
+    bank: torch.Tensor
+    """``[S, T, H]`` float64, the bank's weighted mean for each call site, not rounded."""
+    lse: torch.Tensor
+    """``[S, T]`` float64, the logarithm of the sum of the exponentials of the bank's scores."""
 
 
 class Tolerance(NamedTuple):
@@ -141,23 +153,10 @@ def attn_res(
     """
     num_tokens, hidden_size = prefix.shape
     num_bank_tokens, num_bank_rows, _ = blocks.shape
-    if num_bank_tokens == 0:
-        if num_tokens != 0:
-            raise ValueError(f"blocks: expected a bank entry for {num_tokens} tokens, got none")
-        prefixes_per_row = 1
-    elif num_tokens % num_bank_tokens != 0:
-        raise ValueError(f"prefix: expected a multiple of {num_bank_tokens} tokens, got {num_tokens}")
-    else:
-        prefixes_per_row = num_tokens // num_bank_tokens
+    prefixes_per_row = _prefixes_per_row("blocks", num_tokens, num_bank_tokens)
     if not 0 <= num_blocks <= num_bank_rows:
         raise ValueError(f"num_blocks: expected 0..{num_bank_rows}, got {num_blocks}")
-    if not -1 <= block_write_idx < num_bank_rows:
-        raise ValueError(f"block_write_idx: expected -1..{num_bank_rows - 1}, got {block_write_idx}")
-    if block_write_idx >= 0 and prefixes_per_row > 1:
-        raise ValueError(
-            f"block_write_idx: expected -1 with {prefixes_per_row} tokens per bank entry, "
-            f"got {block_write_idx}"
-        )
+    _check_write(block_write_idx, num_bank_rows, prefixes_per_row)
 
     new_prefix = updated_prefix(prefix, delta)
     output = torch.empty(num_tokens, hidden_size, dtype=torch.float64, device=prefix.device)
@@ -189,15 +188,167 @@ def attn_res(
             mixed = weights[:, :1] * source(0)
             for index in range(1, num_blocks + 1):
                 mixed += weights[:, index, None] * source(index)
-        if output_norm_weight is not None:
-            mean_square = mixed.square().mean(dim=1, keepdim=True)
-            mixed = mixed * torch.rsqrt(mean_square + output_norm_eps) * output_norm_weight.double()
-        output[start:stop] = mixed
+        output[start:stop] = _normed(mixed, output_norm_weight, output_norm_eps)
+    return Result(output, new_prefix, _written(blocks, block_write_idx, new_prefix))
 
+
+def attn_res_bank(
+    blocks: torch.Tensor,
+    num_blocks: int,
+    norm_weights: torch.Tensor,
+    qk_weights: torch.Tensor,
+    eps: float = 1e-5,
+) -> Bank:
+    r"""The bank's share of ``S`` calls of :func:`attn_res`, in float64: the first of two phases.
+
+    A call's softmax splits into the sources that are known before the call, the bank rows, and the one that
+    is not, the prefix. With :math:`Z = \sum_{i < n} e^{score_i}` over the bank,
+
+    .. math::
+        \sum_{i \le n} softmax(score)_i v_i =
+        \frac{Z \cdot bank + e^{score_p} p}{Z + e^{score_p}}, \quad
+        bank = \frac{1}{Z} \sum_{i < n} e^{score_i} v_i, \quad lse = \log Z
+
+    ``bank`` and ``lse`` depend on the bank and the call site's weights alone, and :func:`attn_res_merge` does
+    the rest. Both are free of overflow: ``bank`` is a mean of the rows, and ``lse`` is as large as a score.
+
+    Parameters
+    ----------
+    blocks : torch.Tensor
+        ``[T, R, H]``, any float dtype, device and strides; so are the others.
+    num_blocks : int
+        Bank rows read, ``1..R``.
+    norm_weights, qk_weights : torch.Tensor
+        ``[S, H]``, one row for each call site.
+    eps : float
+        Epsilon of the scores' norm.
+
+    Raises
+    ------
+    ValueError
+        When ``num_blocks`` does not belong to the bank.
+    """
+    num_bank_tokens, num_bank_rows, hidden_size = blocks.shape
+    if not 1 <= num_blocks <= num_bank_rows:
+        raise ValueError(f"num_blocks: expected 1..{num_bank_rows}, got {num_blocks}")
+    queries = norm_weights.double() * qk_weights.double()
+    num_sites = queries.shape[0]
+    options = {"dtype": torch.float64, "device": blocks.device}
+    bank = torch.empty(num_sites, num_bank_tokens, hidden_size, **options)  # type: ignore[call-overload]
+    lse = torch.empty(num_sites, num_bank_tokens, **options)  # type: ignore[call-overload]
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, hidden_size * num_blocks))
+    for start in range(0, num_bank_tokens, chunk):
+        rows = blocks[start : start + chunk, :num_blocks].double()
+        scale = torch.rsqrt(rows.square().mean(dim=-1) + eps)
+        for site in range(num_sites):
+            scores = (rows @ queries[site]) * scale
+            weights = scores.softmax(dim=-1)
+            bank[site, start : start + chunk] = (weights.unsqueeze(-1) * rows).sum(dim=1)
+            lse[site, start : start + chunk] = scores.logsumexp(dim=-1)
+    return Bank(bank, lse)
+
+
+def attn_res_merge(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    bank: torch.Tensor,
+    lse: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    blocks: torch.Tensor | None = None,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+) -> Result:
+    r"""One call from what :func:`attn_res_bank` left, in float64; no argument is written.
+
+    .. math::
+        p = \mathrm{round}(prefix + delta), \quad
+        score_p = \frac{p \cdot (norm\_weight \cdot qk\_weight)}{\sqrt{mean(p^2) + eps}}, \quad
+        mixed = \frac{e^{lse} bank + e^{score_p} p}{e^{lse} + e^{score_p}}
+
+    With the exact ``bank`` and ``lse`` of one call site, ``mixed`` is that of :func:`attn_res`, see there;
+    so are the output norm, the prefix and the row that is written.
+
+    Parameters
+    ----------
+    prefix : torch.Tensor
+        ``[M, H]``, any float dtype, device and strides; so are the others.
+    delta : torch.Tensor, optional
+        ``[M, H]``, added to ``prefix`` with one rounding.
+    bank, lse : torch.Tensor
+        ``[T, H]`` and ``[T]``, of one call site; ``M`` is a multiple of ``T``, and token ``m`` reads entry
+        ``m // (M / T)``.
+    norm_weight, qk_weight : torch.Tensor
+        ``[H]``, of the same call site.
+    output_norm_weight : torch.Tensor, optional
+        ``[H]``; none for no output norm.
+    blocks : torch.Tensor, optional
+        ``[T, R, H]``, the bank that receives ``p``; needed for that alone.
+    block_write_idx : int
+        Bank row that receives ``p``; -1 for none.
+    eps, output_norm_eps : float
+        Epsilons of the scores' and of the output's norm.
+
+    Raises
+    ------
+    ValueError
+        When the shapes or indices do not belong together.
+    """
+    num_tokens, hidden_size = prefix.shape
+    num_bank_tokens = bank.shape[0]
+    prefixes_per_row = _prefixes_per_row("bank", num_tokens, num_bank_tokens)
+    if blocks is None:
+        blocks = prefix.new_empty(num_bank_tokens, 0, hidden_size)
+    _check_write(block_write_idx, blocks.shape[1], prefixes_per_row)
+    new_prefix = updated_prefix(prefix, delta)
+    output = torch.empty(num_tokens, hidden_size, dtype=torch.float64, device=prefix.device)
+    query = norm_weight.double() * qk_weight.double()
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, hidden_size))
+    for start in range(0, num_tokens, chunk):
+        stop = min(start + chunk, num_tokens)
+        entries = torch.arange(start, stop, device=bank.device) // prefixes_per_row
+        own = new_prefix[start:stop].double()
+        score = (own @ query) * torch.rsqrt(own.square().mean(dim=1) + eps)
+        weights = torch.stack([lse[entries].double(), score], dim=1).softmax(dim=1)
+        mixed = weights[:, :1] * bank.index_select(0, entries).double() + weights[:, 1:] * own
+        output[start:stop] = _normed(mixed, output_norm_weight, output_norm_eps)
+    return Result(output, new_prefix, _written(blocks, block_write_idx, new_prefix))
+
+
+def _prefixes_per_row(name: str, num_tokens: int, num_bank_tokens: int) -> int:
+    if num_bank_tokens == 0:
+        if num_tokens != 0:
+            raise ValueError(f"{name}: expected a bank entry for {num_tokens} tokens, got none")
+        return 1
+    if num_tokens % num_bank_tokens != 0:
+        raise ValueError(f"prefix: expected a multiple of {num_bank_tokens} tokens, got {num_tokens}")
+    return num_tokens // num_bank_tokens
+
+
+def _check_write(block_write_idx: int, num_bank_rows: int, prefixes_per_row: int) -> None:
+    if not -1 <= block_write_idx < num_bank_rows:
+        raise ValueError(f"block_write_idx: expected -1..{num_bank_rows - 1}, got {block_write_idx}")
+    if block_write_idx >= 0 and prefixes_per_row > 1:
+        raise ValueError(
+            f"block_write_idx: expected -1 with {prefixes_per_row} tokens per bank entry, "
+            f"got {block_write_idx}"
+        )
+
+
+def _normed(mixed: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    if weight is None:
+        return mixed
+    mean_square = mixed.square().mean(dim=1, keepdim=True)
+    return mixed * torch.rsqrt(mean_square + eps) * weight.double()
+
+
+def _written(blocks: torch.Tensor, block_write_idx: int, new_prefix: torch.Tensor) -> torch.Tensor:
     new_blocks = blocks.clone(memory_format=torch.contiguous_format)
     if block_write_idx >= 0:
         new_blocks[:, block_write_idx] = new_prefix
-    return Result(output, new_prefix, new_blocks)
+    return new_blocks
 
 
 def compare(
