@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // libattnres._core: the C ABI of attnres.h for Python. Pointers, sizes and strides in; exceptions out.
 // `forward`, `floor`, `time_forward`, `time_plan`, `forward_host`, `check`, `plan` and `plan_for` share one
-// list of positional arguments, kFields.
+// list of positional arguments, that of Fields<attnres_forward_args>; the two phases have lists of their own.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -51,12 +51,12 @@ py::dict to_dict(const attnres_plan_info& plan) {
   return dict;
 }
 
-// attnres_forward or attnres_floor.
-template <attnres_status (*Launch)(const attnres_forward_args*, CUstream_st*)>
+// attnres_forward, or another that launches.
+template <typename Args, attnres_status (*Launch)(const Args*, CUstream_st*)>
 PyObject* launch(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  attnres_forward_args args;
+  Args args;
   if (!parse_call(objects, count, 1, &args)) return nullptr;
-  void* stream = PyLong_AsVoidPtr(objects[kNumFields]);
+  void* stream = PyLong_AsVoidPtr(objects[kNumFieldsOf<Args>]);
   if (stream == nullptr && PyErr_Occurred() != nullptr) return nullptr;
   attnres_status status = ATTNRES_OK;
   // A launch waits when the queue is full, perhaps for a host callback that needs the GIL.
@@ -99,24 +99,26 @@ PyObject* time_calls(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   return nullptr;
 }
 
-PyObject* forward_host(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  attnres_forward_args args;
+template <typename Args, attnres_status (*Run)(const Args*)>
+PyObject* run_on_host(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  Args args;
   if (!parse_call(objects, count, 0, &args)) return nullptr;
   attnres_status status = ATTNRES_OK;
   Py_BEGIN_ALLOW_THREADS;
-  status = attnres_forward_host(&args);
+  status = Run(&args);
   Py_END_ALLOW_THREADS;
   if (status == ATTNRES_OK) Py_RETURN_NONE;
   set_exception(status);
   return nullptr;
 }
 
+template <typename Args, attnres_status (*Check)(const Args*, int32_t)>
 PyObject* check(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  attnres_forward_args args;
+  Args args;
   if (!parse_call(objects, count, 1, &args)) return nullptr;
-  const int on_device = PyObject_IsTrue(objects[kNumFields]);
+  const int on_device = PyObject_IsTrue(objects[kNumFieldsOf<Args>]);
   if (on_device < 0) return nullptr;
-  const attnres_status status = attnres_check(&args, on_device);
+  const attnres_status status = Check(&args, on_device);
   if (status == ATTNRES_OK) Py_RETURN_NONE;
   set_exception(status);
   return nullptr;
@@ -195,6 +197,15 @@ py::list permutations() {
   return list;
 }
 
+template <typename Args>
+py::tuple field_names() {
+  py::tuple names(kNumFieldsOf<Args>);
+  for (Py_ssize_t i = 0; i < kNumFieldsOf<Args>; ++i) {
+    names[i] = py::str(Fields<Args>::kList[i].name);
+  }
+  return names;
+}
+
 template <PyObject* (*Function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyMethodDef fast_method(const char* name, const char* doc) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Function)),
@@ -203,9 +214,13 @@ PyMethodDef fast_method(const char* name, const char* doc) {
 
 PyMethodDef* fast_methods() {
   static PyMethodDef methods[] = {
-      fast_method<launch<attnres_forward>>("forward",
-                                           "forward(*call, stream): launch on a CUDA stream."),
-      fast_method<launch<attnres_floor>>(
+      fast_method<launch<attnres_forward_args, attnres_forward>>(
+          "forward", "forward(*call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_bank_args, attnres_bank>>(
+          "bank", "bank(*bank_call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_merge_args, attnres_merge>>(
+          "merge", "merge(*merge_call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_forward_args, attnres_floor>>(
           "floor", "floor(*call, stream): move the bytes of forward and compute nothing of it."),
       fast_method<time_calls<attnres_forward>>(
           "time_forward",
@@ -215,8 +230,18 @@ PyMethodDef* fast_methods() {
           "time_plan",
           "time_plan(*call, stream, calls) -> seconds: the same calls up to the launch: checks and "
           "plan."),
-      fast_method<forward_host>("forward_host", "forward_host(*call): run on the CPU."),
-      fast_method<check>("check", "check(*call, on_device): validate and do nothing else."),
+      fast_method<run_on_host<attnres_forward_args, attnres_forward_host>>(
+          "forward_host", "forward_host(*call): run on the CPU."),
+      fast_method<run_on_host<attnres_bank_args, attnres_bank_host>>(
+          "bank_host", "bank_host(*bank_call): run on the CPU."),
+      fast_method<run_on_host<attnres_merge_args, attnres_merge_host>>(
+          "merge_host", "merge_host(*merge_call): run on the CPU."),
+      fast_method<check<attnres_forward_args, attnres_check>>(
+          "check", "check(*call, on_device): validate and do nothing else."),
+      fast_method<check<attnres_bank_args, attnres_check_bank>>(
+          "check_bank", "check_bank(*bank_call, on_device): validate and do nothing else."),
+      fast_method<check<attnres_merge_args, attnres_check_merge>>(
+          "check_merge", "check_merge(*merge_call, on_device): validate and do nothing else."),
       fast_method<bind_tensors>("bind_tensors",
                                 "bind_tensors(tensor type, parameter type, exchange API) -> bool: "
                                 "what forward_tensors takes."),
@@ -243,9 +268,9 @@ PYBIND11_MODULE(core_module, m) {
   if (unsupported_error == nullptr) throw py::error_already_set();
   m.attr("UnsupportedError") = py::reinterpret_borrow<py::object>(unsupported_error);
 
-  py::tuple names(kNumFields);
-  for (Py_ssize_t i = 0; i < kNumFields; ++i) names[i] = py::str(kFields[i].name);
-  m.attr("CALL_FIELDS") = names;
+  m.attr("CALL_FIELDS") = field_names<attnres_forward_args>();
+  m.attr("BANK_CALL_FIELDS") = field_names<attnres_bank_args>();
+  m.attr("MERGE_CALL_FIELDS") = field_names<attnres_merge_args>();
 #ifdef NDEBUG
   m.attr("DEBUG_BUILD") = false;
 #else

@@ -70,27 +70,33 @@ void require_struct_size(const char* name, size_t struct_size, size_t smallest) 
 }
 
 #pragma GCC diagnostic push
-// The fields that the macro leaves out are 0.
+// The fields that the macros leave out are 0.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 constexpr attnres_forward_args kDefaultArgs = ATTNRES_FORWARD_ARGS_INIT;
+constexpr attnres_bank_args kDefaultBankArgs = ATTNRES_BANK_ARGS_INIT;
+constexpr attnres_merge_args kDefaultMergeArgs = ATTNRES_MERGE_ARGS_INIT;
 #pragma GCC diagnostic pop
+
+// Tail padding would be read as the next version's first field.
+template <typename Args>
+constexpr bool kEndsWithLastField =
+    offsetof(Args, batch_invariant) + sizeof(int32_t) == sizeof(Args);
 
 // A caller's arguments in this library's layout. Fields that an older caller does not have keep
 // their defaults; fields of a newer caller that this library does not have must be 0, their
 // default.
-attnres_forward_args read_args(const attnres_forward_args* caller) {
-  static_assert(offsetof(attnres_forward_args, batch_invariant) + sizeof(int32_t) ==
-                    sizeof(attnres_forward_args),
-                "tail padding would be read as the next version's first field");
+template <typename Args>
+Args read_args(const Args* caller, const Args& defaults) {
+  static_assert(kEndsWithLastField<Args>);
   require_pointer("args", caller);
   const size_t size = caller->struct_size;
   // Everything before `eps` describes memory and has no default worth having.
-  require_struct_size("args", size, offsetof(attnres_forward_args, eps));
-  if (size == sizeof(attnres_forward_args)) [[likely]]
+  require_struct_size("args", size, offsetof(Args, eps));
+  if (size == sizeof(Args)) [[likely]]
     return *caller;
-  if (size > sizeof(attnres_forward_args)) {
+  if (size > sizeof(Args)) {
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(caller);
-    const bool known = std::all_of(bytes + sizeof(attnres_forward_args), bytes + size,
+    const bool known = std::all_of(bytes + sizeof(Args), bytes + size,
                                    [](unsigned char byte) { return byte == 0; });
     if (!known) {
       fail(ATTNRES_INVALID_ARGUMENT, "args: expected 0 in every field that libattnres " +
@@ -98,7 +104,7 @@ attnres_forward_args read_args(const attnres_forward_args* caller) {
                                          " does not know, got another value");
     }
   }
-  attnres_forward_args args = kDefaultArgs;
+  Args args = defaults;
   std::memcpy(&args, caller, std::min(size, sizeof(args)));
   args.struct_size = sizeof(args);
   return args;
@@ -115,11 +121,25 @@ int32_t default_batch_invariant() {
        std::string(kVariable) + ": expected 0 or 1, got '" + std::string(text).substr(0, 40) + "'");
 }
 
-attnres_forward_args read_checked_args(const attnres_forward_args* caller, bool on_device) {
-  attnres_forward_args args = read_args(caller);
-  check(args, on_device);
+template <typename Args>
+Args read_checked(const Args* caller, const Args& defaults, void (*check_args)(const Args&, bool),
+                  bool on_device) {
+  Args args = read_args(caller, defaults);
+  check_args(args, on_device);
   if (args.batch_invariant == 0) args.batch_invariant = default_batch_invariant();
   return args;
+}
+
+attnres_forward_args read_checked_args(const attnres_forward_args* caller, bool on_device) {
+  return read_checked(caller, kDefaultArgs, check, on_device);
+}
+
+attnres_bank_args read_checked_args(const attnres_bank_args* caller, bool on_device) {
+  return read_checked(caller, kDefaultBankArgs, check_bank, on_device);
+}
+
+attnres_merge_args read_checked_args(const attnres_merge_args* caller, bool on_device) {
+  return read_checked(caller, kDefaultMergeArgs, check_merge, on_device);
 }
 
 // Writes exactly the caller's struct: what it has no field for is dropped, what this library has no
@@ -175,6 +195,42 @@ attnres_status attnres_forward_host(const attnres_forward_args* args) {
     const attnres_forward_args checked = read_checked_args(args, false);
     if (checked.num_tokens > 0) host_forward(checked);
   });
+}
+
+attnres_status attnres_bank(const attnres_bank_args* args, CUstream_st* stream) {
+  return guarded([&] {
+    const attnres_bank_args checked = read_checked_args(args, true);
+    if (checked.num_bank_tokens > 0) device_bank(checked, stream);
+  });
+}
+
+attnres_status attnres_merge(const attnres_merge_args* args, CUstream_st* stream) {
+  return guarded([&] {
+    const attnres_merge_args checked = read_checked_args(args, true);
+    if (checked.num_tokens > 0) device_merge(checked, stream);
+  });
+}
+
+attnres_status attnres_bank_host(const attnres_bank_args* args) {
+  return guarded([&] {
+    const attnres_bank_args checked = read_checked_args(args, false);
+    if (checked.num_bank_tokens > 0) host_bank(checked);
+  });
+}
+
+attnres_status attnres_merge_host(const attnres_merge_args* args) {
+  return guarded([&] {
+    const attnres_merge_args checked = read_checked_args(args, false);
+    if (checked.num_tokens > 0) host_merge(checked);
+  });
+}
+
+attnres_status attnres_check_bank(const attnres_bank_args* args, int32_t on_device) {
+  return guarded([&] { read_checked_args(args, on_device != 0); });
+}
+
+attnres_status attnres_check_merge(const attnres_merge_args* args, int32_t on_device) {
+  return guarded([&] { read_checked_args(args, on_device != 0); });
 }
 
 attnres_status attnres_check(const attnres_forward_args* args, int32_t on_device) {

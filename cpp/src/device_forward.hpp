@@ -11,6 +11,10 @@ namespace attnres {
 // Launch the operator for arguments that check(args, true) accepts.
 void device_forward(const attnres_forward_args& args, CUstream_st* stream);
 
+// Launch the two phases for arguments that check_bank(args, true) and check_merge(args, true) accept.
+void device_bank(const attnres_bank_args& args, CUstream_st* stream);
+void device_merge(const attnres_merge_args& args, CUstream_st* stream);
+
 // Launch the floor kernel for the same arguments.
 void device_floor(const attnres_forward_args& args, CUstream_st* stream);
 

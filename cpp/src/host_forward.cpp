@@ -72,8 +72,8 @@ const HostKernels& host_kernels() {
   return kernels;
 }
 
-int requested_threads(const attnres_forward_args& args) {
-  if (args.num_threads > 0) return std::min(args.num_threads, kMaxThreads);
+int requested_threads(int32_t num_threads) {
+  if (num_threads > 0) return std::min(num_threads, kMaxThreads);
   const char* text = std::getenv(kThreadsVariable);
   if (text == nullptr || *text == '\0') return num_available_cores();
   int value = 0;
@@ -103,71 +103,131 @@ class DefaultFloatEnvironment {
 };
 
 // One call, shared by the threads that work on it.
+template <typename Args>
 struct HostCall {
-  const attnres_forward_args& args;
-  HostKernels::ForwardTokens forward_tokens;
-  const float* query;
-  float* mixed;  // one row per participant
-  int64_t row_floats;
+  const Args& args;
+  HostKernels::Tokens<Args> work;
+  int64_t num_tokens;
   int64_t tokens_per_turn;
+  const float* query;
+  float* own;  // so many floats per participant
+  int64_t own_floats;
   std::atomic<int64_t> next_token{0};
 };
 
+template <typename Args>
 void take_turns(void* context, int participant) {
-  HostCall& call = *static_cast<HostCall*>(context);
+  HostCall<Args>& call = *static_cast<HostCall<Args>*>(context);
   const DefaultFloatEnvironment environment;
-  float* mixed = call.mixed + participant * call.row_floats;
+  float* own = call.own + participant * call.own_floats;
   for (;;) {
     const int64_t begin =
         call.next_token.fetch_add(call.tokens_per_turn, std::memory_order_relaxed);
-    if (begin >= call.args.num_tokens) return;
-    const int64_t end = std::min(begin + call.tokens_per_turn, call.args.num_tokens);
-    call.forward_tokens(call.args, call.query, begin, end, mixed);
+    if (begin >= call.num_tokens) return;
+    const int64_t end = std::min(begin + call.tokens_per_turn, call.num_tokens);
+    call.work(call.args, call.query, begin, end, own);
   }
 }
 
 // Small enough to share the work evenly, large enough that tokens of one bank entry stay together.
-int64_t tokens_per_turn(const attnres_forward_args& args, int threads) {
-  const int64_t prefixes_per_entry = args.num_tokens / args.num_bank_tokens;
-  const int64_t share = args.num_tokens / threads;
+int64_t tokens_per_turn(int64_t num_tokens, int64_t prefixes_per_entry, int threads) {
+  const int64_t share = num_tokens / threads;
   const int64_t turn = std::clamp<int64_t>(share / 8, 1, 16);
   const int64_t whole_entries = (turn + prefixes_per_entry - 1) / prefixes_per_entry;
   return std::min(whole_entries * prefixes_per_entry, std::max<int64_t>(share, 1));
+}
+
+int64_t padded_floats(int64_t floats) {
+  return (floats + kScratchFloats - 1) / kScratchFloats * kScratchFloats;
+}
+
+// Kept by the calling thread from call to call: fresh pages would cost more than the arithmetic.
+float* scratch_floats(size_t count) {
+  static thread_local std::vector<float> scratch;
+  if (scratch.size() < count + kScratchFloats) scratch.resize(count + kScratchFloats);
+  constexpr uintptr_t kAlignment = kScratchFloats * sizeof(float);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + kAlignment - 1) /
+                                  kAlignment * kAlignment);
+}
+
+// What a call needs of its surroundings.
+struct HostWork {
+  int64_t num_tokens;
+  int64_t prefixes_per_entry;
+  int64_t rows_per_token;  // about how many are moved, which says how many threads are worth waking
+  int64_t num_queries;
+  int64_t own_floats;  // of each thread
+};
+
+// `prepare(queries)` fills the queries, a padded row each.
+template <typename Args, typename Prepare>
+void run_on_threads(const Args& args, const HostWork& work, HostKernels::Tokens<Args> tokens,
+                    Prepare prepare) {
+  const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
+  // Saturating: sizes were checked to fit an address space, not their product with the rows.
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(work.num_tokens * work.rows_per_token, args.hidden_size * element_size,
+                             &bytes)) {
+    bytes = INT64_MAX;
+  }
+  const int threads = static_cast<int>(
+      std::max<int64_t>(1, std::min({static_cast<int64_t>(requested_threads(args.num_threads)),
+                                     work.num_tokens, bytes / kMinBytesPerThread})));
+
+  const int64_t query_floats = padded_floats(args.hidden_size) * work.num_queries;
+  float* query = scratch_floats(static_cast<size_t>(query_floats) +
+                                static_cast<size_t>(work.own_floats) * threads);
+  {
+    const DefaultFloatEnvironment environment;
+    prepare(query);
+  }
+  HostCall<Args> call{args,
+                      tokens,
+                      work.num_tokens,
+                      tokens_per_turn(work.num_tokens, work.prefixes_per_entry, threads),
+                      query,
+                      query + query_floats,
+                      work.own_floats};
+  run_on_host_threads(threads, take_turns<Args>, &call);
 }
 
 }  // namespace
 
 void host_forward(const attnres_forward_args& args) {
   const HostKernels& kernels = host_kernels();
-  const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
-  const int64_t rows_per_token = args.num_blocks + (args.delta != nullptr ? 2 : 1);
-  // Saturating: sizes were checked to fit an address space, not their product with the rows.
-  int64_t bytes = 0;
-  if (__builtin_mul_overflow(args.num_tokens * rows_per_token, args.hidden_size * element_size,
-                             &bytes)) {
-    bytes = INT64_MAX;
-  }
-  const int threads = static_cast<int>(
-      std::max<int64_t>(1, std::min({static_cast<int64_t>(requested_threads(args)), args.num_tokens,
-                                     bytes / kMinBytesPerThread})));
+  const HostWork work{args.num_tokens, args.num_tokens / args.num_bank_tokens,
+                      args.num_blocks + (args.delta != nullptr ? 2 : 1), 1,
+                      padded_floats(args.hidden_size)};
+  run_on_threads(args, work, kernels.forward_tokens[args.dtype], [&](float* query) {
+    kernels.prepare_query[args.dtype](args.norm_weight, args.qk_weight, args.hidden_size, query);
+  });
+}
 
-  // Kept by the calling thread from call to call: fresh pages would cost more than the arithmetic.
-  static thread_local std::vector<float> scratch;
-  const int64_t row_floats =
-      (args.hidden_size + kScratchFloats - 1) / kScratchFloats * kScratchFloats;
-  const size_t needed = static_cast<size_t>(row_floats) * (threads + 1) + kScratchFloats;
-  if (scratch.size() < needed) scratch.resize(needed);
-  constexpr uintptr_t kAlignment = kScratchFloats * sizeof(float);
-  float* query = reinterpret_cast<float*>(
-      (reinterpret_cast<uintptr_t>(scratch.data()) + kAlignment - 1) / kAlignment * kAlignment);
+void host_bank(const attnres_bank_args& args) {
+  const HostKernels& kernels = host_kernels();
+  const int64_t row_floats = padded_floats(args.hidden_size);
+  const HostWork work{args.num_bank_tokens, 1, args.num_blocks + args.num_sites, args.num_sites,
+                      row_floats + padded_floats(int64_t{kMaxHostBankRows} * args.num_sites)};
+  run_on_threads(args, work, kernels.bank_tokens[args.dtype], [&](float* queries) {
+    const int64_t element_size = args.dtype == ATTNRES_FLOAT32 ? 4 : 2;
+    const auto* norm_weights = static_cast<const unsigned char*>(args.norm_weights);
+    const auto* qk_weights = static_cast<const unsigned char*>(args.qk_weights);
+    for (int64_t site = 0; site < args.num_sites; ++site) {
+      kernels.prepare_query[args.dtype](
+          norm_weights + site * args.norm_weights_stride * element_size,
+          qk_weights + site * args.qk_weights_stride * element_size, args.hidden_size,
+          queries + site * row_floats);
+    }
+  });
+}
 
-  {
-    const DefaultFloatEnvironment environment;
-    kernels.prepare_query[args.dtype](args, query);
-  }
-  HostCall call{args,       kernels.forward_tokens[args.dtype], query, query + row_floats,
-                row_floats, tokens_per_turn(args, threads)};
-  run_on_host_threads(threads, take_turns, &call);
+void host_merge(const attnres_merge_args& args) {
+  const HostKernels& kernels = host_kernels();
+  const HostWork work{args.num_tokens, args.num_tokens / args.num_bank_tokens,
+                      args.delta != nullptr ? 3 : 2, 1, padded_floats(args.hidden_size)};
+  run_on_threads(args, work, kernels.merge_tokens[args.dtype], [&](float* query) {
+    kernels.prepare_query[args.dtype](args.norm_weight, args.qk_weight, args.hidden_size, query);
+  });
 }
 
 }  // namespace attnres

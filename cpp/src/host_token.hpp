@@ -22,18 +22,27 @@ namespace attnres {
 // work in whole vectors, and start at a multiple of as many bytes or more.
 constexpr int64_t kScratchFloats = 64;
 
+// Bank rows of a token at most.
+constexpr int kMaxHostBankRows = 8;
+
 struct HostKernels {
   const char* target;
 
   // query = float(norm_weight) * float(qk_weight), in the order of the target's vectors,
   // zero-padded.
-  using PrepareQuery = void (*)(const attnres_forward_args& args, float* query);
-  // Tokens begin..end-1. `mixed` is one padded scratch row.
-  using ForwardTokens = void (*)(const attnres_forward_args& args, const float* query,
-                                 int64_t begin, int64_t end, float* mixed);
+  using PrepareQuery = void (*)(const void* norm_weight, const void* qk_weight, int64_t hidden_size,
+                                float* query);
+  // Tokens begin..end-1 of one call. `own` is scratch memory of the calling thread, one padded row.
+  template <typename Args>
+  using Tokens = void (*)(const Args& args, const float* query, int64_t begin, int64_t end,
+                          float* own);
 
-  PrepareQuery prepare_query[3];  // by dtype: ATTNRES_BFLOAT16, ATTNRES_FLOAT16, ATTNRES_FLOAT32
-  ForwardTokens forward_tokens[3];
+  // By dtype: ATTNRES_BFLOAT16, ATTNRES_FLOAT16, ATTNRES_FLOAT32.
+  PrepareQuery prepare_query[3];
+  Tokens<attnres_forward_args> forward_tokens[3];
+  // `query` holds one padded row for each call site, `own` kMaxHostBankRows floats for each after its row.
+  Tokens<attnres_bank_args> bank_tokens[3];
+  Tokens<attnres_merge_args> merge_tokens[3];
 };
 
 extern const HostKernels kBaselineKernels;  // what the compiler may assume everywhere: SSE2, NEON

@@ -150,6 +150,38 @@ ATTNRES_INLINE void store_tail(T* to, const Pair& pair, int64_t count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
+// Float32 rows beside rows of T: chunks come in the order of T's vectors.
+template <typename T>
+struct Wide {
+  float value;
+
+  ATTNRES_INLINE static Pair load(const Wide* from) {
+    float even[kLanes];
+    float odd[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      even[lane] = from[2 * lane].value;
+      odd[lane] = from[2 * lane + 1].value;
+    }
+    return {load_floats(even), load_floats(odd)};
+  }
+
+  ATTNRES_INLINE static void store(Wide* to, const Pair& pair) {
+    float even[kLanes];
+    float odd[kLanes];
+    store_floats(even, pair.even);
+    store_floats(odd, pair.odd);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      to[2 * lane].value = even[lane];
+      to[2 * lane + 1].value = odd[lane];
+    }
+  }
+};
+template <>
+struct Wide<Float32> : Float32 {
+  ATTNRES_INLINE static Pair load(const Wide* from) { return Float32::load(from); }
+  ATTNRES_INLINE static void store(Wide* to, const Pair& pair) { Float32::store(to, pair); }
+};
+
 ATTNRES_INLINE float sum_of_lanes(const Pair& pair) {
   float lanes[kLanes];
   const Floats both = pair.even + pair.odd;
@@ -266,10 +298,34 @@ template <typename T>
 constexpr Mix<T> kMix[] = {mix<T, 1>, mix<T, 2>, mix<T, 3>, mix<T, 4>, mix<T, 5>,
                            mix<T, 6>, mix<T, 7>, mix<T, 8>, mix<T, 9>};
 
+// mixed = weights[0] * bank + weights[1] * own; returns the sum of its squares.
+template <typename BankT, typename T>
+float merge(const BankT* bank, const T* own, const float* weights, int64_t hidden_size,
+            float* mixed) {
+  Pair squares{};
+  const auto add_chunk = [&](int64_t h, const Pair& b, const Pair& p)
+                             __attribute__((always_inline)) {
+                               const Pair sum{b.even * weights[0] + p.even * weights[1],
+                                              b.odd * weights[0] + p.odd * weights[1]};
+                               squares.even += sum.even * sum.even;
+                               squares.odd += sum.odd * sum.odd;
+                               store_scratch(mixed + h, sum);
+                             };
+  int64_t h = 0;
+  for (; h + kChunk <= hidden_size; h += kChunk) {
+    add_chunk(h, BankT::load(bank + h), T::load(own + h));
+  }
+  if (h < hidden_size) {
+    const int64_t count = hidden_size - h;
+    add_chunk(h, load_tail(bank + h, count), load_tail(own + h, count));
+  }
+  return sum_of_lanes(squares);
+}
+
 // output = mixed, or mixed * scale * weight.
-template <typename T>
+template <typename T, typename OutputT>
 void write_output(const float* mixed, float scale, const T* weight, int64_t hidden_size,
-                  T* output) {
+                  OutputT* output) {
   int64_t h = 0;
   for (; h + kChunk <= hidden_size; h += kChunk) {
     Pair v = load_scratch(mixed + h);
@@ -277,7 +333,7 @@ void write_output(const float* mixed, float scale, const T* weight, int64_t hidd
       const Pair w = T::load(weight + h);
       v = {v.even * scale * w.even, v.odd * scale * w.odd};
     }
-    T::store(output + h, v);
+    OutputT::store(output + h, v);
   }
   if (h < hidden_size) {
     Pair v = load_scratch(mixed + h);
@@ -289,28 +345,37 @@ void write_output(const float* mixed, float scale, const T* weight, int64_t hidd
   }
 }
 
+struct Exponentials {
+  float maximum;
+  float sum;  // of exp(score - maximum)
+
+  float log() const { return maximum + std::log(sum); }
+};
+
 // scores -> softmax, in place. A NaN score makes every weight NaN.
-void softmax(float* scores, int n) {
+Exponentials softmax(float* scores, int n) {
   float maximum = scores[0];
   for (int i = 1; i < n; ++i) maximum = scores[i] > maximum ? scores[i] : maximum;
   float sum = 0.0f;
   for (int i = 0; i < n; ++i) sum += scores[i] = std::exp(scores[i] - maximum);
   for (int i = 0; i < n; ++i) scores[i] /= sum;
+  return {maximum, sum};
 }
 
 template <typename T>
-void prepare_query(const attnres_forward_args& args, float* query) {
-  const T* norm_weight = static_cast<const T*>(args.norm_weight);
-  const T* qk_weight = static_cast<const T*>(args.qk_weight);
+void prepare_query(const void* norm_weight, const void* qk_weight, int64_t hidden_size,
+                   float* query) {
+  const T* norm = static_cast<const T*>(norm_weight);
+  const T* qk = static_cast<const T*>(qk_weight);
   int64_t h = 0;
-  for (; h + kChunk <= args.hidden_size; h += kChunk) {
-    const Pair a = T::load(norm_weight + h);
-    const Pair b = T::load(qk_weight + h);
+  for (; h + kChunk <= hidden_size; h += kChunk) {
+    const Pair a = T::load(norm + h);
+    const Pair b = T::load(qk + h);
     store_scratch(query + h, {a.even * b.even, a.odd * b.odd});
   }
-  if (h < args.hidden_size) {
-    const Pair a = load_tail(norm_weight + h, args.hidden_size - h);
-    const Pair b = load_tail(qk_weight + h, args.hidden_size - h);
+  if (h < hidden_size) {
+    const Pair a = load_tail(norm + h, hidden_size - h);
+    const Pair b = load_tail(qk + h, hidden_size - h);
     store_scratch(query + h, {a.even * b.even, a.odd * b.odd});
   }
 }
@@ -368,6 +433,130 @@ void forward_tokens(const attnres_forward_args& args, const float* query, int64_
   }
 }
 
+// ROWS rows times SITES queries: a chunk of a row serves several call sites.
+template <typename T, int ROWS, int SITES>
+void dot_rows(const T* const* rows, const float* queries, int64_t query_stride, int64_t hidden_size,
+              float* dots) {
+  Pair sums[SITES][ROWS] = {};
+  const auto add_chunk = [&](int64_t h, auto load) __attribute__((always_inline)) {
+    Pair v[ROWS];
+    for (int row = 0; row < ROWS; ++row) v[row] = load(rows[row] + h);
+    for (int site = 0; site < SITES; ++site) {
+      const Pair q = load_scratch(queries + site * query_stride + h);
+      for (int row = 0; row < ROWS; ++row) {
+        sums[site][row].even += v[row].even * q.even;
+        sums[site][row].odd += v[row].odd * q.odd;
+      }
+    }
+  };
+  int64_t h = 0;
+  for (; h + kChunk <= hidden_size; h += kChunk) {
+    add_chunk(h, [](const T* from) __attribute__((always_inline)) { return T::load(from); });
+  }
+  if (h < hidden_size) {
+    add_chunk(h, [&](const T* from)
+                     __attribute__((always_inline)) { return load_tail(from, hidden_size - h); });
+  }
+  for (int site = 0; site < SITES; ++site) {
+    for (int row = 0; row < ROWS; ++row) {
+      dots[site * kMaxHostBankRows + row] = sum_of_lanes(sums[site][row]);
+    }
+  }
+}
+
+template <typename T, int SITES>
+void dot_bank(const T* const* rows, int num_rows, const float* queries, int64_t query_stride,
+              int64_t hidden_size, float* dots) {
+  int row = 0;
+  for (; row + 2 <= num_rows; row += 2) {
+    dot_rows<T, 2, SITES>(rows + row, queries, query_stride, hidden_size, dots + row);
+  }
+  if (row < num_rows) {
+    dot_rows<T, 1, SITES>(rows + row, queries, query_stride, hidden_size, dots + row);
+  }
+}
+
+// The rows of a token come from memory once: after the first call site they are in the cache.
+template <typename T>
+void bank_tokens(const attnres_bank_args& args, const float* queries, int64_t begin, int64_t end,
+                 float* own) {
+  const int64_t hidden_size = args.hidden_size;
+  const int64_t query_stride = (hidden_size + kScratchFloats - 1) / kScratchFloats * kScratchFloats;
+  const int num_blocks = args.num_blocks;
+  const int num_sites = args.num_sites;
+  float* mixed = own;
+  float* scores = own + query_stride;
+  const T* rows[kMaxHostBankRows];
+  float scales[kMaxHostBankRows];
+  for (int64_t token = begin; token < end; ++token) {
+    const T* entry = static_cast<const T*>(args.blocks) + token * args.blocks_token_stride;
+    for (int i = 0; i < num_blocks; ++i) {
+      rows[i] = entry + i * args.blocks_row_stride;
+      RowSums sums;
+      measure_rows<T, 1>(&rows[i], queries, hidden_size, &sums);
+      scales[i] = std::sqrt(sums.squares / static_cast<float>(hidden_size) + args.eps);
+    }
+    int site = 0;
+    for (; site + 2 <= num_sites; site += 2) {
+      dot_bank<T, 2>(rows, num_blocks, queries + site * query_stride, query_stride, hidden_size,
+                     scores + site * kMaxHostBankRows);
+    }
+    if (site < num_sites) {
+      dot_bank<T, 1>(rows, num_blocks, queries + site * query_stride, query_stride, hidden_size,
+                     scores + site * kMaxHostBankRows);
+    }
+    for (site = 0; site < num_sites; ++site) {
+      float* weights = scores + site * kMaxHostBankRows;
+      for (int i = 0; i < num_blocks; ++i) weights[i] /= scales[i];
+      args.lse[site * args.lse_stride + token] = softmax(weights, num_blocks).log();
+      kMix<T>[num_blocks - 1](rows, weights, hidden_size, mixed);
+      const int64_t offset = site * args.bank_site_stride + token * args.bank_token_stride;
+      if (args.float32_bank != 0) {
+        write_output<T>(mixed, 1.0f, nullptr, hidden_size,
+                        static_cast<Wide<T>*>(args.bank) + offset);
+      } else {
+        write_output<T>(mixed, 1.0f, nullptr, hidden_size, static_cast<T*>(args.bank) + offset);
+      }
+    }
+  }
+}
+
+template <typename T>
+void merge_tokens(const attnres_merge_args& args, const float* query, int64_t begin, int64_t end,
+                  float* mixed) {
+  const int64_t hidden_size = args.hidden_size;
+  const int64_t prefixes_per_entry = args.num_tokens / args.num_bank_tokens;
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t entry = token / prefixes_per_entry;
+    T* prefix = static_cast<T*>(args.prefix) + token * args.prefix_stride;
+    RowSums sums;
+    if (args.delta != nullptr) {
+      const T* delta = static_cast<const T*>(args.delta) + token * args.delta_stride;
+      sums = update_prefix(prefix, delta, query, hidden_size);
+    } else {
+      const T* row = prefix;
+      measure_rows<T, 1>(&row, query, hidden_size, &sums);
+    }
+    float weights[2] = {args.lse[entry], sums.score(hidden_size, args.eps)};
+    softmax(weights, 2);
+    const int64_t offset = entry * args.bank_stride;
+    const float squares =
+        args.float32_bank != 0
+            ? merge(static_cast<const Wide<T>*>(args.bank) + offset, prefix, weights, hidden_size,
+                    mixed)
+            : merge(static_cast<const T*>(args.bank) + offset, prefix, weights, hidden_size, mixed);
+    const float scale =
+        1.0f / std::sqrt(squares / static_cast<float>(hidden_size) + args.output_norm_eps);
+    write_output(mixed, scale, static_cast<const T*>(args.output_norm_weight), hidden_size,
+                 static_cast<T*>(args.output) + token * args.output_stride);
+    if (args.block_write_idx >= 0) {
+      std::memcpy(static_cast<T*>(args.blocks) + entry * args.blocks_token_stride +
+                      args.block_write_idx * args.blocks_row_stride,
+                  prefix, hidden_size * sizeof(T));
+    }
+  }
+}
+
 #undef ATTNRES_INLINE
 
 }  // namespace
@@ -376,6 +565,8 @@ const HostKernels ATTNRES_HOST_TABLE = {
     ATTNRES_HOST_TARGET,
     {prepare_query<BFloat16>, prepare_query<Float16>, prepare_query<Float32>},
     {forward_tokens<BFloat16>, forward_tokens<Float16>, forward_tokens<Float32>},
+    {bank_tokens<BFloat16>, bank_tokens<Float16>, bank_tokens<Float32>},
+    {merge_tokens<BFloat16>, merge_tokens<Float16>, merge_tokens<Float32>},
 };
 
 }  // namespace attnres

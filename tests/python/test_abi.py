@@ -71,9 +71,9 @@ def test_every_declared_function_has_a_symbol_of_a_version() -> None:
 )
 def test_a_changed_header_is_noticed(before: str, after: str, difference: str | None, tmp_path: Path) -> None:
     header = (PACKAGE / "include" / "attnres" / "attnres.h").read_text()
-    assert header.count(before) == 1
+    assert before in header
     (tmp_path / "attnres").mkdir()
-    (tmp_path / "attnres" / "attnres.h").write_text(header.replace(before, after))
+    (tmp_path / "attnres" / "attnres.h").write_text(header.replace(before, after, 1))
     described = set(interface.describe_header(tmp_path))
     known = set(expected("constant", "struct", "function"))
     assert described != known
@@ -120,7 +120,7 @@ def test_older_header_is_the_interface_of_today_without_its_last_fields() -> Non
         return found
 
     older, today = fields(interface.describe_header(ABI / "older")), fields(expected("struct"))
-    assert older.keys() == today.keys()
+    assert older.keys() <= today.keys()
     for name, lines in older.items():
         assert lines == today[name][: len(lines)], name
     shorter = {name for name in older if len(older[name]) < len(today[name])}

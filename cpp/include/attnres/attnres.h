@@ -117,6 +117,118 @@ typedef struct attnres_forward_args {
    .output_norm_eps = 1e-5f,                    \
    .device = -1}
 
+/* The bank's share of S calls, the first of two phases. Bank rows are parameters of no call: once written
+ * they serve every call until the next write, and only p changes from call to call. For each bank entry t
+ * and call site s, whose weights are norm_weights[s] and qk_weights[s],
+ *
+ *   score_i    = as above, i < num_blocks
+ *   bank[s, t] = sum_i softmax(score)_i * blocks[t, i]      (sums in float32)
+ *   lse[s, t]  = log(sum_i exp(score_i))
+ *
+ * Pointers are device pointers for attnres_bank and host pointers for attnres_bank_host. Strides count
+ * elements; the last dimension has stride 1. `bank` and `lse` must not overlap another argument or
+ * themselves. attnres_bank needs bases and strides that are multiples of 16 bytes, but for those of lse.
+ * Start from ATTNRES_BANK_ARGS_INIT and set the fields by name. */
+typedef struct attnres_bank_args {
+  size_t struct_size; /* sizeof(attnres_bank_args) of the header the caller was built with */
+
+  int64_t num_bank_tokens; /* T: entries of the bank; 0 is valid and does nothing */
+  int64_t num_bank_rows;   /* R: rows per bank entry */
+  int64_t hidden_size;     /* H */
+  int32_t num_blocks;      /* bank rows read, 1..min(8, R) */
+  int32_t num_sites;       /* S, 1..1024 */
+
+  const void* blocks;       /* [T, R, H] */
+  const void* norm_weights; /* [S, H] */
+  const void* qk_weights;   /* [S, H] */
+  void* bank;               /* [S, T, H] */
+  float* lse;               /* [S, T] */
+
+  int64_t blocks_token_stride; /* between bank entries */
+  int64_t blocks_row_stride;   /* between the rows of one entry */
+  int64_t norm_weights_stride; /* between call sites */
+  int64_t qk_weights_stride;   /* between call sites */
+  int64_t bank_site_stride;    /* between call sites */
+  int64_t bank_token_stride;   /* between tokens */
+  int64_t lse_stride;          /* between call sites */
+
+  float eps; /* of the scores' RMSNorm, >= 0 */
+
+  int32_t dtype;        /* of blocks and weights; attnres_bank takes bfloat16 alone */
+  int32_t float32_bank; /* 1: bank is float32; 0: it has the dtype of blocks */
+  int32_t pdl;          /* ATTNRES_PDL_* (ignored by attnres_bank_host) */
+  int32_t device;       /* CUDA device ordinal, -1 for the calling thread's current device */
+
+  int32_t num_clusters;    /* thread block clusters of attnres_bank, 0 for the plan's own choice */
+  int32_t num_threads;     /* as in attnres_forward_args */
+  int32_t batch_invariant; /* as in attnres_forward_args, M being T */
+} attnres_bank_args;
+
+#define ATTNRES_BANK_ARGS_INIT \
+  {.struct_size = sizeof(attnres_bank_args), .eps = 1e-5f, .device = -1}
+
+/* One call from what attnres_bank left for its call site, the second of two phases:
+ *
+ *   p       = prefix[m] + delta[m]         (one rounding; prefix[m] <- p when delta is given)
+ *   score_p = dot(p, norm_weight * qk_weight) * rsqrt(mean(p^2) + eps)
+ *   mixed   = (exp(lse[t]) * bank[t] + exp(score_p) * p) / (exp(lse[t]) + exp(score_p))
+ *
+ * and output and blocks[t, block_write_idx] as above. `prefix` with a delta, `blocks` with a write and
+ * `output` must not overlap another argument or themselves; strides and alignment as for the other
+ * structs. With ATTNRES_PDL_EARLY the caller promises that no kernel that may still be running writes
+ * bank or lse. Start from ATTNRES_MERGE_ARGS_INIT and set the fields by name. */
+typedef struct attnres_merge_args {
+  size_t struct_size; /* sizeof(attnres_merge_args) of the header the caller was built with */
+
+  int64_t num_tokens;      /* M: rows of prefix, delta and output; 0 is valid and does nothing */
+  int64_t num_bank_tokens; /* T: entries of bank, lse and blocks; M must be a multiple of T */
+  int64_t num_bank_rows;   /* R: rows per entry of blocks; ignored without a write */
+  int64_t hidden_size;     /* H */
+  int32_t block_write_idx; /* row of blocks that receives p, -1 for none; needs B = 1 when >= 0 */
+  int32_t float32_bank;    /* 1: bank is float32; 0: it has the dtype of prefix */
+
+  void* prefix;                   /* [M, H] */
+  const void* delta;              /* [M, H] or NULL */
+  const void* bank;               /* [T, H], of one call site */
+  const float* lse;               /* [T], of one call site */
+  const void* norm_weight;        /* [H] */
+  const void* qk_weight;          /* [H] */
+  const void* output_norm_weight; /* [H] or NULL for no output norm */
+  void* blocks;                   /* [T, R, H]; ignored without a write */
+  void* output;                   /* [M, H] */
+
+  int64_t prefix_stride;       /* between tokens */
+  int64_t delta_stride;        /* between tokens; ignored without delta */
+  int64_t bank_stride;         /* between bank entries */
+  int64_t blocks_token_stride; /* between bank entries */
+  int64_t blocks_row_stride;   /* between the rows of one entry */
+  int64_t output_stride;       /* between tokens */
+
+  float eps;             /* of the scores' RMSNorm, >= 0 */
+  float output_norm_eps; /* of the output's RMSNorm, >= 0 */
+
+  int32_t dtype;  /* ATTNRES_BFLOAT16, ...; attnres_merge takes bfloat16 alone */
+  int32_t pdl;    /* ATTNRES_PDL_* (ignored by attnres_merge_host) */
+  int32_t device; /* CUDA device ordinal, -1 for the calling thread's current device */
+
+  /* Overrides of the plan, as in attnres_forward_args. */
+  int32_t kernel;
+  int32_t rows_per_stage;
+  int32_t ctas_per_sm;
+  int32_t cluster_size;
+  int32_t rows_in_flight;
+
+  int32_t num_threads;     /* as in attnres_forward_args */
+  int32_t batch_invariant; /* as in attnres_forward_args */
+} attnres_merge_args;
+
+#define ATTNRES_MERGE_ARGS_INIT               \
+  {.struct_size = sizeof(attnres_merge_args), \
+   .block_write_idx = -1,                     \
+   .eps = 1e-5f,                              \
+   .output_norm_eps = 1e-5f,                  \
+   .device = -1}
+
 /* One compiled kernel: a line of the table cuda/instances.cmake. */
 typedef struct attnres_permutation {
   size_t struct_size;
@@ -180,6 +292,19 @@ ATTNRES_API attnres_status attnres_floor(const attnres_forward_args* args,
 /* Validate a call as attnres_forward (on_device != 0: also what only the native kernels require) or
  * attnres_forward_host would, and do nothing else. Needs no GPU and dereferences no pointer of args. */
 ATTNRES_API attnres_status attnres_check(const attnres_forward_args* args, int32_t on_device);
+
+/* The two phases on `stream` of `args->device`, as attnres_forward runs the operator. */
+ATTNRES_API attnres_status attnres_bank(const attnres_bank_args* args, struct CUstream_st* stream);
+ATTNRES_API attnres_status attnres_merge(const attnres_merge_args* args,
+                                         struct CUstream_st* stream);
+
+/* The two phases on the CPU, as attnres_forward_host runs the operator. */
+ATTNRES_API attnres_status attnres_bank_host(const attnres_bank_args* args);
+ATTNRES_API attnres_status attnres_merge_host(const attnres_merge_args* args);
+
+/* Validate a call of either phase, as attnres_check does one of the operator. */
+ATTNRES_API attnres_status attnres_check_bank(const attnres_bank_args* args, int32_t on_device);
+ATTNRES_API attnres_status attnres_check_merge(const attnres_merge_args* args, int32_t on_device);
 
 /* Which kernel and launch attnres_forward would use: the overrides' first, then the plan of the file that
  * LIBATTNRES_PLAN_FILE names, where it has one for the device, then the built-in plan. The file is read once
