@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from libattnres._call import Plan
     from libattnres._dispatch import Explanation
     from libattnres._probe import DeviceStatus, Probe, permutations, probe, warmup
+    from libattnres._two_phase import attn_res_bank, attn_res_merge
 
 __all__ = [
     "DeviceStatus",
@@ -33,6 +34,8 @@ __all__ = [
     "__version__",
     "array",
     "attn_res",
+    "attn_res_bank",
+    "attn_res_merge",
     "distributed",
     "explain",
     "model_walk",
@@ -52,6 +55,8 @@ _WITH_TORCH = {
     "Plan": "_call",
     "Probe": "_probe",
     "attn_res": "_api",
+    "attn_res_bank": "_two_phase",
+    "attn_res_merge": "_two_phase",
     "explain": "_api",
     "permutations": "_probe",
     "probe": "_probe",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numbers
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -23,7 +24,9 @@ __all__ = [
     "check_call_without_memory",
     "checked_call",
     "refuse_grad",
+    "refuse_grad_of",
     "refuse_tangents",
+    "refuse_tangents_of",
 ]
 
 ARGUMENTS = ("prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight", "out")
@@ -114,11 +117,7 @@ class Call:
 
     def check_memory(self) -> None:
         """Ranges, strides and overlap, judged by the library for every backend alike."""
-        for name in ARGUMENTS:
-            # Not only an error of its own: the library takes a null pointer for an absent argument.
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0:
-                raise ValueError(f"{name}: expected a tensor that holds its memory, got one with none")
+        check_memory_is_held(self, ARGUMENTS)
         if self.prefix.dtype is torch.float64:
             # The library has no float64; the same memory as twice as many float32.
             _core.check(*self._core_args(CORE_DTYPES[torch.float32], 2, None), False)
@@ -158,6 +157,14 @@ class Call:
             0,
             1 if self.batch_invariant else -1,
         )
+
+
+def check_memory_is_held(call: object, names: tuple[str, ...]) -> None:
+    """Not only an error of its own: the library takes a null pointer for an absent argument."""
+    for name in names:
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.data_ptr() == 0 and tensor.numel() > 0:
+            raise ValueError(f"{name}: expected a tensor that holds its memory, got one with none")
 
 
 def meaningful_stride(tensor: torch.Tensor, dimension: int, dense: int) -> int:
@@ -347,8 +354,9 @@ def check_tensor(
     shape: str,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    like: str = "prefix",
 ) -> None:
-    """A strided tensor of the rank of ``shape``, last stride 1, with the dtype and device of prefix."""
+    """A strided tensor of the rank of ``shape``, last stride 1, with the dtype and device of ``like``."""
     check_type(name, tensor)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: expected a strided tensor, got {tensor.layout}")
@@ -356,9 +364,9 @@ def check_tensor(
     if tensor.dim() != rank:
         raise ValueError(f"{name}: expected shape {shape}, got {describe_shape(tensor)}")
     if dtype is not None and tensor.dtype is not dtype:
-        raise ValueError(f"{name}: expected dtype {dtype} as prefix has, got {tensor.dtype}")
+        raise ValueError(f"{name}: expected dtype {dtype} as {like} has, got {tensor.dtype}")
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} as prefix has, got {tensor.device}")
+        raise ValueError(f"{name}: expected device {device} as {like} has, got {tensor.device}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected last stride 1, got strides {tuple(tensor.stride())}")
     if tensor.is_neg():
@@ -434,10 +442,15 @@ def refuse_grad(
 ) -> None:
     """Raise when an argument requires grad; for use under grad mode."""
     tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
-    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
+    refuse_grad_of("attn_res", dict(zip(ARGUMENTS, tensors, strict=True)))
+
+
+def refuse_grad_of(operator_name: str, arguments: Mapping[str, object]) -> None:
+    """The same for any operator and its arguments by name."""
+    for name, tensor in arguments.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise RuntimeError(
-                f"{name}: expected a tensor that does not require grad, because attn_res has no "
+                f"{name}: expected a tensor that does not require grad, because {operator_name} has no "
                 f"backward, got requires_grad=True; call it under torch.no_grad() or "
                 f"torch.inference_mode()"
             )
@@ -453,11 +466,16 @@ def refuse_tangents(
     out: object,
 ) -> None:
     """Raise when an argument is a dual tensor of forward-mode AD; for use inside a dual level."""
-    unpack_dual: Any = forward_ad.unpack_dual
     tensors = (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, out)
-    for name, tensor in zip(ARGUMENTS, tensors, strict=True):
+    refuse_tangents_of("attn_res", dict(zip(ARGUMENTS, tensors, strict=True)))
+
+
+def refuse_tangents_of(operator_name: str, arguments: Mapping[str, object]) -> None:
+    """The same for any operator and its arguments by name."""
+    unpack_dual: Any = forward_ad.unpack_dual
+    for name, tensor in arguments.items():
         if isinstance(tensor, torch.Tensor) and unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
-                f"{name}: expected a tensor without a tangent, because attn_res has no derivative, "
+                f"{name}: expected a tensor without a tangent, because {operator_name} has no derivative, "
                 f"got a dual tensor of forward-mode AD"
             )

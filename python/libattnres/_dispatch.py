@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Protocol, cast
@@ -14,7 +15,15 @@ from libattnres._call import Call, Plan
 from libattnres._core import UnsupportedError
 from libattnres._records import PlanInfo
 
-__all__ = ["BACKENDS", "ENVIRONMENT_VARIABLE", "Explanation", "explain_call", "requested_backend", "run"]
+__all__ = [
+    "BACKENDS",
+    "ENVIRONMENT_VARIABLE",
+    "Explanation",
+    "explain_call",
+    "requested_backend",
+    "run",
+    "run_first",
+]
 
 BACKENDS = ("native", "triton", "torch", "host")
 ENVIRONMENT_VARIABLE = "LIBATTNRES_BACKEND"
@@ -166,21 +175,38 @@ def run(call: Call, backend: str | None, plan: Plan | None) -> None:
         When the forced backend cannot serve it, with the reason; it never falls through.
     """
     forced, source = requested_backend(backend, plan)
+    run_first(
+        AUTO_ORDER[call.prefix.device.type],
+        forced,
+        source,
+        lambda name: unsupported(name, call),
+        lambda name: forward(name, call, plan),
+    )
+
+
+def run_first(
+    order: tuple[str, ...],
+    forced: str | None,
+    source: Source,
+    unsupported: Callable[[str], str | None],
+    forward: Callable[[str], None],
+) -> None:
+    """Run the forced backend, or the first in ``order`` that can serve, given what each says and does."""
     if forced is not None:
-        reason = unsupported(forced, call)
+        reason = unsupported(forced)
         try:
             if reason is None:
-                forward(forced, call, plan)
+                forward(forced)
                 return
         except UnsupportedError as error:
             reason = str(error)
         raise UnsupportedError(unsupported_text(forced, source, reason))
     reasons = []
-    for name in AUTO_ORDER[call.prefix.device.type]:
-        reason = unsupported(name, call)
+    for name in order:
+        reason = unsupported(name)
         try:
             if reason is None:
-                forward(name, call, None)
+                forward(name)
                 return
         except UnsupportedError as error:
             reason = str(error)

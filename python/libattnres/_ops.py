@@ -47,13 +47,13 @@ from libattnres._call import (
     checked_epsilon,
     checked_index,
     known,
-    refuse_grad,
-    refuse_tangents,
+    refuse_grad_of,
+    refuse_tangents_of,
 )
 from libattnres._dispatch import check_backend, requested_backend
 from libattnres._eager import eager
 
-__all__ = ["OPS", "attn_res"]
+__all__ = ["OPS", "attn_res", "hand_over", "register", "same_memory"]
 
 _WEIGHTS = "Tensor norm_weight, Tensor qk_weight, Tensor? output_norm_weight, SymInt num_blocks"
 _WRITE = ", SymInt block_write_idx"
@@ -340,6 +340,11 @@ def _named(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**values, **kwargs}
 
 
+def _tensors(op: torch._ops.OpOverload) -> list[str]:
+    """The names of the arguments that are tensors, or may be."""
+    return [argument.name for argument in op._schema.arguments if "Tensor" in str(argument.type)]
+
+
 def _written(op: torch._ops.OpOverload) -> list[str]:
     """The names of the arguments that the schema declares as written."""
     return [
@@ -406,6 +411,8 @@ def _on_bases(op: torch._ops.OpOverload, named: dict[str, Any]) -> dict[str, Any
     on_bases = dict(named)
     for name in _written(op):
         view = named[name]
+        if view is None:
+            continue
         base = view._inference_mode_base if torch.is_inference_mode_enabled() else view._base
         if base is not None:
             on_bases |= {name: base, f"{name}_place": _place(view, base)}
@@ -418,10 +425,14 @@ def _on_bases(op: torch._ops.OpOverload, named: dict[str, Any]) -> dict[str, Any
     return on_bases
 
 
-def _through_copies(op: torch._ops.OpOverload, named: dict[str, Any]) -> Any:
-    """The call in terms of ops that write nothing but what they made."""
+ThroughCopies = Callable[[dict[str, Any]], Any]
+"""A call in terms of ops that write nothing but what they made; given the arguments by name."""
+
+
+def _through_copies(named: dict[str, Any]) -> Any:
+    """For the ops of attn_res."""
     ops = torch.ops.libattnres
-    named = {name: value for name, value in named.items() if not name.endswith("_place")}
+    named = dict(named)
     prefix, delta, blocks = (named.pop(name, None) for name in ("prefix", "delta", "blocks"))
     block_write_idx, out = named.pop("block_write_idx", -1), named.pop("out", None)
     if delta is None:
@@ -430,7 +441,20 @@ def _through_copies(op: torch._ops.OpOverload, named: dict[str, Any]) -> Any:
     else:
         new_prefix = ops._copy(prefix)
         output = ops.attn_res_add_(new_prefix, delta, blocks, **named)
-    if block_write_idx != -1:
+    return hand_over(output, new_prefix, prefix, delta, blocks, block_write_idx, out)
+
+
+def hand_over(
+    output: torch.Tensor,
+    new_prefix: torch.Tensor,
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    block_write_idx: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Copy what a call writes to where it belongs; the output itself where there is no ``out``."""
+    if block_write_idx != -1 and blocks is not None:
         blocks.select(1, block_write_idx).copy_(new_prefix)
     if delta is not None:
         prefix.copy_(new_prefix)
@@ -440,7 +464,11 @@ def _through_copies(op: torch._ops.OpOverload, named: dict[str, Any]) -> Any:
     return None
 
 
-def _functionalizing_kernel(op: torch._ops.OpOverload) -> Kernel:
+def _without_places(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if not name.endswith("_place")}
+
+
+def _functionalizing_kernel(op: torch._ops.OpOverload, through_copies: ThroughCopies) -> Kernel:
     """For traces in inference mode, where no Autograd kernel is called."""
 
     def kernel(mode: Any, *args: Any, **kwargs: Any) -> Any:
@@ -448,28 +476,29 @@ def _functionalizing_kernel(op: torch._ops.OpOverload) -> Kernel:
         on_bases = _on_bases(op, named)
         if on_bases is None:
             with mode:
-                return _through_copies(op, named)
+                return through_copies(_without_places(named))
         types = [type(value) for value in on_bases.values() if isinstance(value, torch.Tensor)]
         return mode.__torch_dispatch__(op, types, tuple(on_bases.values()), {})
 
     return kernel
 
 
-def _autograd_kernel(op: torch._ops.OpOverload) -> Kernel:
+def _autograd_kernel(op: torch._ops.OpOverload, operator_name: str, through_copies: ThroughCopies) -> Kernel:
     """Refuses what wants a derivative: there is no backward to record, and no tangent to compute."""
     is_mutable = op._schema.is_mutable
+    tensors = _tensors(op)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         named = _named(op, args, kwargs)
-        arguments = [named.get(name) for name in ARGUMENTS]
+        arguments = {name: named[name] for name in tensors}
         if torch.is_grad_enabled():
-            refuse_grad(*arguments)
+            refuse_grad_of(operator_name, arguments)
         if forward_ad._current_level >= 0:
-            refuse_tangents(*arguments)
+            refuse_tangents_of(operator_name, arguments)
         if is_mutable and _is_functionalizing():
             on_bases = _on_bases(op, named)
             if on_bases is None:
-                return _through_copies(op, named)
+                return through_copies(_without_places(named))
             args, kwargs = tuple(on_bases.values()), {}
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
@@ -483,7 +512,7 @@ def _version_kernel(op: torch._ops.OpOverload) -> Kernel:
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         named = _named(op, args, kwargs)
-        torch.autograd.graph.increment_version([named[name] for name in written])
+        torch.autograd.graph.increment_version([named[name] for name in written if named[name] is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
@@ -495,20 +524,33 @@ def _copy(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+def register(
+    library: Any,
+    name: str,
+    schema: str,
+    kernel: Kernel,
+    fake: Kernel,
+    operator_name: str,
+    through_copies: ThroughCopies,
+) -> None:
+    """Define one op, with what each part of PyTorch must know of it."""
+    # Strides are part of the contract: inductor must pass padded rows on as they are.
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    op = getattr(torch.ops.libattnres, name).default
+    for key in ("CPU", "CUDA"):
+        library.impl(name, _placed_kernel(op, kernel), key)
+    library._register_fake(name, _placed_kernel(op, fake))
+    library.impl(name, _autograd_kernel(op, operator_name, through_copies), "Autograd", with_keyset=True)
+    if op._schema.is_mutable:
+        library.impl(name, _version_kernel(op), "ADInplaceOrView", with_keyset=True)
+        op.py_impl(FunctionalTensorMode)(_functionalizing_kernel(op, through_copies))
+
+
 def _register() -> Any:
     library: Any = torch.library.Library("libattnres", "FRAGMENT")  # type: ignore[no-untyped-call]
     kernels, fakes = _kernels(_general), _kernels(_general_fake)
     for name, schema in SCHEMAS.items():
-        # Strides are part of the contract: inductor must pass padded rows on as they are.
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        op = getattr(torch.ops.libattnres, name).default
-        for key in ("CPU", "CUDA"):
-            library.impl(name, _placed_kernel(op, kernels[name]), key)
-        library._register_fake(name, _placed_kernel(op, fakes[name]))
-        library.impl(name, _autograd_kernel(op), "Autograd", with_keyset=True)
-        if op._schema.is_mutable:
-            library.impl(name, _version_kernel(op), "ADInplaceOrView", with_keyset=True)
-            op.py_impl(FunctionalTensorMode)(_functionalizing_kernel(op))
+        register(library, name, schema, kernels[name], fakes[name], "attn_res", _through_copies)
     library.define("_copy(Tensor rows) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA", "Meta"):
         library.impl("_copy", _copy, key)

@@ -7,8 +7,9 @@ import torch
 
 from libattnres import _core
 from libattnres._call import CORE_DTYPES, Call
+from libattnres._two_phase_call import BankCall, MergeCall
 
-__all__ = ["forward", "unsupported"]
+__all__ = ["bank", "forward", "merge", "unsupported", "unsupported_phase"]
 
 
 def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> str | None:
@@ -50,3 +51,20 @@ def forward(
         pdl,
     )
     _core.forward_host(*call.core_args())
+
+
+def unsupported_phase(call: BankCall | MergeCall) -> str | None:
+    """Why this backend cannot serve one of two phases, or None."""
+    if call.rows.device.type != "cpu":
+        return f"host needs CPU tensors, {call.ARGUMENTS[0]} is on {call.rows.device}"
+    return None
+
+
+def bank(call: BankCall) -> None:
+    """The bank's share of several calls, on the CPU."""
+    _core.bank_host(*call.core_args())
+
+
+def merge(call: MergeCall) -> None:
+    """One call from what :func:`bank` left, on the CPU."""
+    _core.merge_host(*call.core_args())

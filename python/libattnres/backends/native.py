@@ -10,8 +10,9 @@ import torch
 from libattnres import _core
 from libattnres._call import Call, Plan
 from libattnres._records import PlanInfo
+from libattnres._two_phase_call import BankCall, MergeCall
 
-__all__ = ["device_reason", "forward", "plan", "unsupported"]
+__all__ = ["bank", "device_reason", "forward", "merge", "plan", "unsupported", "unsupported_phase"]
 
 _ALIGNMENT = 16  # bytes, of bulk copies
 
@@ -124,3 +125,27 @@ def plan(call: Call, overrides: Plan | None = None) -> PlanInfo:
 def current_stream(device: torch.device) -> int:
     """Handle of PyTorch's current stream."""
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def unsupported_phase(call: BankCall | MergeCall) -> str | None:
+    """Why this backend cannot serve one of two phases, or None.
+
+    What the kernels are compiled for, and which alignment they need, is left to the library, which refuses
+    before anything is written.
+    """
+    rows, name = call.rows, call.ARGUMENTS[0]
+    if rows.device.type != "cuda":
+        return f"native needs CUDA tensors, {name} is on {rows.device}"
+    if rows.dtype is not torch.bfloat16:
+        return f"native computes bfloat16, {name} is {rows.dtype}"
+    return device_reason(rows.device.index)
+
+
+def bank(call: BankCall) -> None:
+    """Launch the bank's share of several calls on the current stream of the tensors' device."""
+    _core.bank(*call.core_args(), current_stream(call.blocks.device))
+
+
+def merge(call: MergeCall) -> None:
+    """Launch one call from what :func:`bank` left on the current stream of the tensors' device."""
+    _core.merge(*call.core_args(), current_stream(call.prefix.device))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["forward", "unsupported"]
+from libattnres._two_phase_call import BankCall, MergeCall
+
+__all__ = ["bank", "forward", "merge", "unsupported", "unsupported_phase"]
 
 
 def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> str | None:
@@ -50,25 +52,73 @@ def forward(
         mixed = own
     else:
         query = norm_weight.to(accumulate) * qk_weight.to(accumulate)
-
-        def score(values: torch.Tensor) -> torch.Tensor:
-            mean_square = values.square().mean(dim=-1)
-            return (values * query).sum(dim=-1) * torch.rsqrt(mean_square + eps)
-
         # Bank rows are widened one at a time: the bank may be most of the device's memory.
         scores = [
-            score(blocks[:, index].to(accumulate)).unsqueeze(1).expand(own.shape[:2])
+            score(blocks[:, index].to(accumulate), query, eps).unsqueeze(1).expand(own.shape[:2])
             for index in range(num_blocks)
         ]
-        weights = torch.stack([*scores, score(own)], dim=-1).softmax(dim=-1)
+        weights = torch.stack([*scores, score(own, query, eps)], dim=-1).softmax(dim=-1)
         mixed = weights[:, :, num_blocks, None] * own
         for index in range(num_blocks):
             row = blocks[:, index].to(accumulate).unsqueeze(1)
             mixed = torch.addcmul(mixed, weights[:, :, index, None], row)
-    if output_norm_weight is not None:
-        mean_square = mixed.square().mean(dim=-1, keepdim=True)
-        mixed = mixed * torch.rsqrt(mean_square + output_norm_eps)
-        mixed = mixed * output_norm_weight.to(accumulate)
+    mixed = output_norm(mixed, output_norm_weight, output_norm_eps)
     out.copy_(mixed.reshape(num_tokens, hidden_size))
     if block_write_idx >= 0:
         blocks[:, block_write_idx].copy_(prefix)
+
+
+def score(values: torch.Tensor, query: torch.Tensor, eps: float) -> torch.Tensor:
+    """Of rows ``[..., H]``. Sums of products rather than a matrix product, which may be TF32's."""
+    mean_square = values.square().mean(dim=-1)
+    return (values * query).sum(dim=-1) * torch.rsqrt(mean_square + eps)
+
+
+def output_norm(mixed: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Of rows ``[..., H]``, where there is a weight."""
+    if weight is None:
+        return mixed
+    mean_square = mixed.square().mean(dim=-1, keepdim=True)
+    return mixed * torch.rsqrt(mean_square + eps) * weight.to(mixed.dtype)
+
+
+def unsupported_phase(call: BankCall | MergeCall) -> str | None:
+    """Why this backend cannot serve one of two phases: it always can."""
+    del call
+    return None
+
+
+def bank(call: BankCall) -> None:
+    """The bank's share of several calls, one call site at a time."""
+    queries = call.norm_weights.float() * call.qk_weights.float()
+    for site, query in enumerate(queries):
+        scores = torch.stack(
+            [score(call.blocks[:, index].float(), query, call.eps) for index in range(call.num_blocks)],
+            dim=-1,
+        )
+        weights = scores.softmax(dim=-1)
+        mixed = weights[:, :1] * call.blocks[:, 0].float()
+        for index in range(1, call.num_blocks):
+            mixed = torch.addcmul(mixed, weights[:, index, None], call.blocks[:, index].float())
+        call.bank[site].copy_(mixed)
+        call.lse[site].copy_(scores.logsumexp(dim=-1))
+
+
+def merge(call: MergeCall) -> None:
+    """One call from what :func:`bank` left."""
+    prefix = call.prefix
+    num_tokens, hidden_size = prefix.shape
+    if num_tokens == 0:
+        return
+    num_bank_tokens = call.bank.shape[0]
+    if call.delta is not None:
+        prefix.copy_(prefix.float() + call.delta.float())
+    own = prefix.float().reshape(num_bank_tokens, -1, hidden_size)
+    own_score = score(own, call.norm_weight.float() * call.qk_weight.float(), call.eps)
+    lse = call.lse.unsqueeze(1).expand(own.shape[:2])
+    weights = torch.stack([lse, own_score], dim=-1).softmax(dim=-1)
+    mixed = torch.addcmul(weights[..., :1] * call.bank.float().unsqueeze(1), weights[..., 1:], own)
+    mixed = output_norm(mixed, call.output_norm_weight, call.output_norm_eps)
+    call.out.copy_(mixed.reshape(num_tokens, hidden_size))
+    if call.blocks is not None:
+        call.blocks[:, call.block_write_idx].copy_(prefix)
