@@ -14,6 +14,12 @@ with a delta and one with a write. `forward_tiled_kernel` walks rows too long fo
 times. A program touches only its own token's memory. A thread loads and stores the same columns of
 every array, and no column belongs to two warps, so its stores to `prefix` and to the bank cannot
 overtake another thread's loads.
+
+In two phases, `bank_kernel` computes the share of the bank rows for one token and one call site, and
+`merge_kernel` the rest of a call:
+
+    lse    = log(sum_i exp(score_i)),   bank = softmax(score) . v,   v = bank rows
+    output = (exp(lse) bank + exp(score_p) p) / (exp(lse) + exp(score_p)), then the output norm
 """
 
 from __future__ import annotations
@@ -346,3 +352,157 @@ def forward_tiled_kernel(
         if block_write_idx >= 0:
             write_ptr = entry_ptr + block_write_idx.to(tl.int64) * blocks_row_stride
             tl.store(write_ptr + columns, own, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "num_sites", "lse_stride"], do_not_specialize_on_alignment=["lse_ptr"]
+)
+def bank_kernel(
+    blocks_ptr,
+    norm_weights_ptr,
+    qk_weights_ptr,
+    bank_ptr,
+    lse_ptr,
+    blocks_token_stride,
+    blocks_row_stride,
+    norm_weights_stride,
+    qk_weights_stride,
+    bank_site_stride,
+    bank_token_stride,
+    lse_stride,
+    num_blocks,
+    num_sites,
+    eps,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    CONVERT_BY_HAND: tl.constexpr,
+):
+    """One token and call site. The programs of a token are neighbours, so that its rows come from memory once
+    and from the cache for the other call sites.
+    """
+    MASKED: tl.constexpr = BLOCK != HIDDEN_SIZE
+    program = tl.program_id(0)
+    site = (program % num_sites).to(tl.int64)
+    token = (program // num_sites).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN_SIZE
+    entry_ptr = blocks_ptr + token * blocks_token_stride
+
+    query = _load_weight(
+        norm_weights_ptr + site * norm_weights_stride + columns, inside, MASKED, CONVERT_BY_HAND
+    )
+    query *= _load_weight(
+        qk_weights_ptr + site * qk_weights_stride + columns, inside, MASKED, CONVERT_BY_HAND
+    )
+    query *= LOG2_E
+    if PDL == PDL_WAIT:
+        gdc_wait()
+
+    maximum = float("-inf")
+    total = 0.0
+    mixed = tl.full([BLOCK], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)  # -0.0, as above
+    for index in tl.range(0, num_blocks, num_stages=STAGES):
+        row_ptr = entry_ptr + tl.cast(index, tl.int64) * blocks_row_stride
+        values = _widen(_load(row_ptr + columns, inside, MASKED), CONVERT_BY_HAND)
+        square, dot = _square_and_dot(values, query)
+        score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
+        new_maximum = tl.maximum(maximum, score)
+        scale = tl.exp2(maximum - new_maximum)
+        weight = tl.exp2(score - new_maximum)
+        maximum = new_maximum
+        total = total * scale + weight
+        mixed = mixed * scale + values * weight
+
+    if PDL == PDL_EARLY:
+        # A kernel ahead may still read the bank of the time before.
+        gdc_wait()
+    if PDL != PDL_OFF:
+        gdc_launch_dependents()
+    bank_ptrs = bank_ptr + site * bank_site_stride + token * bank_token_stride + columns
+    mean = _round(mixed * (1.0 / total), bank_ptr.dtype.element_ty, CONVERT_BY_HAND)
+    _store(bank_ptrs, mean, inside, MASKED)
+    tl.store(lse_ptr + site * lse_stride + token, (maximum + tl.log2(total)) / LOG2_E)
+
+
+@triton.jit(
+    do_not_specialize=["block_write_idx", "prefixes_per_row"], do_not_specialize_on_alignment=["lse_ptr"]
+)
+def merge_kernel(
+    prefix_ptr,
+    delta_ptr,
+    bank_ptr,
+    lse_ptr,
+    norm_weight_ptr,
+    qk_weight_ptr,
+    output_norm_weight_ptr,
+    blocks_ptr,
+    output_ptr,
+    prefix_stride,
+    delta_stride,
+    bank_stride,
+    blocks_token_stride,
+    blocks_row_stride,
+    output_stride,
+    block_write_idx,
+    prefixes_per_row,
+    eps,
+    output_norm_eps,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_OUTPUT_NORM: tl.constexpr,
+    SHARES_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+    CONVERT_BY_HAND: tl.constexpr,
+):
+    """One token. The square of the mix is summed up after mixing, so rows that cancel cost no accuracy."""
+    dtype: tl.constexpr = prefix_ptr.dtype.element_ty
+    MASKED: tl.constexpr = BLOCK != HIDDEN_SIZE
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN_SIZE
+    entry = token // prefixes_per_row if SHARES_ROWS else token
+    own_ptrs = prefix_ptr + token * prefix_stride + columns
+
+    query = _load_weight(norm_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
+    query *= _load_weight(qk_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
+    query *= LOG2_E
+    if PDL == PDL_WAIT:
+        gdc_wait()
+    bank = _load(bank_ptr + entry * bank_stride + columns, inside, MASKED)
+    lse = tl.load(lse_ptr + entry) * LOG2_E
+    if PDL == PDL_EARLY:
+        gdc_wait()
+    own = _load(own_ptrs, inside, MASKED)
+    if HAS_DELTA:
+        delta = _load(delta_ptr + token * delta_stride + columns, inside, MASKED)
+        own = _round(_widen(own, CONVERT_BY_HAND) + _widen(delta, CONVERT_BY_HAND), dtype, CONVERT_BY_HAND)
+        _store(own_ptrs, own, inside, MASKED)
+    values = _widen(own, CONVERT_BY_HAND)
+    square, dot = _square_and_dot(values, query)
+    score = dot * tl.rsqrt(square / HIDDEN_SIZE + eps)
+    maximum = tl.maximum(lse, score)
+    scale = tl.exp2(lse - maximum)
+    weight = tl.exp2(score - maximum)
+    inverse = 1.0 / (scale + weight)
+    mixed = _widen(bank, CONVERT_BY_HAND) * scale + values * weight
+    if block_write_idx >= 0:
+        write_ptr = blocks_ptr + entry * blocks_token_stride
+        write_ptr += block_write_idx.to(tl.int64) * blocks_row_stride
+        _store(write_ptr + columns, own, inside, MASKED)
+        if PDL != PDL_OFF:
+            # One thread triggers for its whole program: all stores of the row must be issued.
+            tl.debug_barrier()
+    if PDL != PDL_OFF:
+        gdc_launch_dependents()
+
+    if HAS_OUTPUT_NORM:
+        output_norm_weight = _load_weight(output_norm_weight_ptr + columns, inside, MASKED, CONVERT_BY_HAND)
+        mean_square = tl.sum(mixed * mixed, axis=0) * (inverse * inverse) / HIDDEN_SIZE
+        mixed = mixed * (inverse * tl.rsqrt(mean_square + output_norm_eps)) * output_norm_weight
+    else:
+        mixed = mixed * inverse
+    output_ptrs = output_ptr + token * output_stride + columns
+    _store(output_ptrs, _round(mixed, dtype, CONVERT_BY_HAND), inside, MASKED)

@@ -18,18 +18,25 @@ from typing import Any
 import torch
 
 from libattnres._core import UnsupportedError
+from libattnres._two_phase_call import BankCall, MergeCall
 
 __all__ = [
     "Policy",
+    "bank",
     "compile_cubin",
     "cubin_variants",
     "forward",
+    "merge",
     "policy",
     "toolchain_reason",
     "unsupported",
+    "unsupported_phase",
 ]
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+# The kernels' PDL argument on a GPU that has dependent launches.
+PDL_ARGUMENT = {"off": 0, "wait": 1, "early": 2}
 
 # Longer rows do not fit in the registers of one program; they are walked in tiles.
 MAX_BLOCK = 16384
@@ -133,16 +140,29 @@ def _device_reason(device: int) -> str | None:
 def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> str | None:
     """Why this backend cannot serve such a call here, or None."""
     del blocks, num_blocks
-    if prefix.dtype not in DTYPES:
-        return f"triton computes bfloat16, float16 and float32, prefix is {prefix.dtype}"
+    return _unsupported_rows("prefix", prefix)
+
+
+def unsupported_phase(call: BankCall | MergeCall) -> str | None:
+    """Why this backend cannot serve one of two phases, or None."""
+    reason = _unsupported_rows(call.ARGUMENTS[0], call.rows)
+    hidden_size = call.rows.shape[-1]
+    if reason is None and hidden_size > MAX_BLOCK:
+        reason = f"triton computes two phases for H up to {MAX_BLOCK}, got H={hidden_size}"
+    return reason
+
+
+def _unsupported_rows(name: str, rows: torch.Tensor) -> str | None:
+    if rows.dtype not in DTYPES:
+        return f"triton computes bfloat16, float16 and float32, {name} is {rows.dtype}"
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off")
-    if prefix.device.type != "cuda" and not interpreted:
-        return f"triton needs CUDA tensors, prefix is on {prefix.device}"
+    if rows.device.type != "cuda" and not interpreted:
+        return f"triton needs CUDA tensors, {name} is on {rows.device}"
     reason = toolchain_reason()
     if reason is not None:
         return reason
-    if prefix.device.type == "cuda":
-        return _device_reason(prefix.device.index)
+    if rows.device.type == "cuda":
+        return _device_reason(rows.device.index)
     from libattnres.backends import _triton_kernels as kernels
 
     if not kernels.INTERPRETED:
@@ -188,14 +208,7 @@ def forward(
     num_tokens, hidden_size = prefix.shape
     if num_tokens == 0:
         return
-    from libattnres.backends import _triton_kernels as kernels
-
-    if kernels.INTERPRETED:
-        limits = 1, LATENCY_BYTES + RESERVED_BYTES, False
-    else:
-        limits = _device_limits(prefix.device.index)
-    num_sms, shared_memory, dependent_launch = limits
-    mode = {"off": 0, "wait": 1, "early": 2}[pdl] if dependent_launch else 0
+    num_sms, shared_memory, mode = _limits(prefix.device, pdl)
     prefixes_per_row = num_tokens // blocks.shape[0]
     strides = (
         prefix.stride(0),
@@ -234,13 +247,138 @@ def forward(
         num_sms,
         shared_memory,
     )
+    _launch(kernel, num_tokens, arguments, constants, options, prefix.device)
+
+
+def _limits(device: torch.device, pdl: str) -> tuple[int, int, int]:
+    """Multiprocessors, shared memory of one program, and the kernels' PDL argument."""
+    from libattnres.backends import _triton_kernels as kernels
+
     if kernels.INTERPRETED:
-        kernel[(num_tokens,)](*arguments, **constants)
-    elif prefix.device.index == torch.cuda.current_device():
-        kernel[(num_tokens,)](*arguments, **constants, **options)
+        return 1, LATENCY_BYTES + RESERVED_BYTES, 0
+    num_sms, shared_memory, dependent_launch = _device_limits(device.index)
+    return num_sms, shared_memory, PDL_ARGUMENT[pdl] if dependent_launch else 0
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    device: torch.device,
+) -> None:
+    from libattnres.backends import _triton_kernels as kernels
+
+    if kernels.INTERPRETED:
+        kernel[(programs,)](*arguments, **constants)
+    elif device.index == torch.cuda.current_device():
+        kernel[(programs,)](*arguments, **constants, **options)
     else:
-        with torch.cuda.device(prefix.device):
-            kernel[(num_tokens,)](*arguments, **constants, **options)
+        with torch.cuda.device(device):
+            kernel[(programs,)](*arguments, **constants, **options)
+
+
+def bank(call: BankCall) -> None:
+    """The bank's share of several calls, on the current stream of their device. The bits of a token depend on
+    neither the number of tokens nor its place: there is one build for each layout.
+    """
+    blocks = call.blocks
+    num_tokens, _, hidden_size = blocks.shape
+    if num_tokens == 0:
+        return
+    num_sites = call.norm_weights.shape[0]
+    num_sms, shared_memory, mode = _limits(blocks.device, call.pdl)
+    stride = _stride
+    if call.batch_invariant:
+        _check_one_build(
+            hidden_size,
+            {
+                "blocks": blocks,
+                "norm_weights": call.norm_weights,
+                "qk_weights": call.qk_weights,
+                "bank": call.bank,
+            },
+        )
+        stride = _stride_of_one_build
+    arguments = (
+        blocks,
+        call.norm_weights,
+        call.qk_weights,
+        call.bank,
+        call.lse,
+        stride("blocks", blocks, 0),
+        stride("blocks", blocks, 1),
+        stride("norm_weights", call.norm_weights, 0),
+        stride("qk_weights", call.qk_weights, 0),
+        stride("bank", call.bank, 0),
+        stride("bank", call.bank, 1),
+        call.lse.stride(0),
+        call.num_blocks,
+        num_sites,
+        float(call.eps),
+    )
+    kernel, constants, options = _bank_build(hidden_size, blocks.element_size(), mode, num_sms, shared_memory)
+    _launch(kernel, num_tokens * num_sites, arguments, constants, options, blocks.device)
+
+
+def merge(call: MergeCall) -> None:
+    """One call from what :func:`bank` left, on the current stream of its device."""
+    prefix, delta, blocks, out = call.prefix, call.delta, call.blocks, call.out
+    num_tokens, hidden_size = prefix.shape
+    if num_tokens == 0:
+        return
+    num_sms, shared_memory, mode = _limits(prefix.device, call.pdl)
+    stride = _stride
+    if call.batch_invariant:
+        _check_one_build(
+            hidden_size,
+            {
+                "prefix": prefix,
+                "delta": delta,
+                "bank": call.bank,
+                "norm_weight": call.norm_weight,
+                "qk_weight": call.qk_weight,
+                "output_norm_weight": call.output_norm_weight,
+                "blocks": blocks,
+                "out": out,
+            },
+        )
+        stride = _stride_of_one_build
+    prefixes_per_row = num_tokens // call.bank.shape[0]
+    arguments = (
+        prefix,
+        prefix if delta is None else delta,
+        call.bank,
+        call.lse,
+        call.norm_weight,
+        call.qk_weight,
+        call.norm_weight if call.output_norm_weight is None else call.output_norm_weight,
+        prefix if blocks is None else blocks,
+        out,
+        stride("prefix", prefix, 0),
+        stride("delta", delta, 0),
+        stride("bank", call.bank, 0),
+        stride("blocks", blocks, 0),
+        stride("blocks", blocks, 1),
+        stride("out", out, 0),
+        call.block_write_idx,
+        prefixes_per_row,
+        float(call.eps),
+        float(call.output_norm_eps),
+    )
+    kernel, constants, options = _merge_build(
+        None if call.batch_invariant else num_tokens,
+        hidden_size,
+        prefix.element_size(),
+        delta is not None,
+        call.output_norm_weight is not None,
+        prefixes_per_row > 1,
+        mode,
+        num_sms,
+        shared_memory,
+    )
+    _launch(kernel, num_tokens, arguments, constants, options, prefix.device)
 
 
 def _strides_of_one_build(
@@ -252,22 +390,35 @@ def _strides_of_one_build(
     output_norm_weight: torch.Tensor | None,
     out: torch.Tensor,
 ) -> tuple[int, int, int, int, int]:
-    """Strides for a batch-invariant call, or an error.
+    """Strides for a batch-invariant call, or an error."""
+    _check_one_build(
+        prefix.shape[1],
+        {
+            "prefix": prefix,
+            "delta": delta,
+            "blocks": blocks,
+            "norm_weight": norm_weight,
+            "qk_weight": qk_weight,
+            "output_norm_weight": output_norm_weight,
+            "out": out,
+        },
+    )
+    return (
+        _stride_of_one_build("prefix", prefix, 0),
+        _stride_of_one_build("delta", delta, 0),
+        _stride_of_one_build("blocks", blocks, 0),
+        _stride_of_one_build("blocks", blocks, 1),
+        _stride_of_one_build("out", out, 0),
+    )
 
-    Triton compiles anew for what is no multiple of 16 and may then spread a row differently over the
-    threads, which changes the order of its sums. So everything must be one, whatever the number of tokens;
-    a stride that means nothing, because there is one token, is made one.
-    """
-    hidden_size = prefix.shape[1]
-    for name, tensor in (
-        ("prefix", prefix),
-        ("delta", delta),
-        ("blocks", blocks),
-        ("norm_weight", norm_weight),
-        ("qk_weight", qk_weight),
-        ("output_norm_weight", output_norm_weight),
-        ("out", out),
-    ):
+
+# Triton compiles anew for what is no multiple of 16 and may then spread a row differently over the threads,
+# which changes the order of its sums. So for a batch-invariant call everything must be one, whatever the
+# number of tokens; a stride that means nothing, because there is one token, is made one.
+
+
+def _check_one_build(hidden_size: int, tensors: dict[str, torch.Tensor | None]) -> None:
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16 != 0:
             raise UnsupportedError(
                 f"triton is batch-invariant for bases at multiples of 16 bytes, got another {name}"
@@ -277,25 +428,23 @@ def _strides_of_one_build(
             f"triton is batch-invariant for H that is a multiple of 16, got H={hidden_size}"
         )
 
-    def stride(name: str, tensor: torch.Tensor | None, dimension: int) -> int:
-        if tensor is None:
-            return 0
-        if tensor.shape[dimension] <= 1:
-            return hidden_size
-        if tensor.stride(dimension) % 16 != 0:
-            raise UnsupportedError(
-                f"triton is batch-invariant for strides that are multiples of 16 elements, "
-                f"got {tensor.stride(dimension)} in {name}"
-            )
-        return tensor.stride(dimension)
 
-    return (
-        stride("prefix", prefix, 0),
-        stride("delta", delta, 0),
-        stride("blocks", blocks, 0),
-        stride("blocks", blocks, 1),
-        stride("out", out, 0),
-    )
+def _stride_of_one_build(name: str, tensor: torch.Tensor | None, dimension: int) -> int:
+    if tensor is None:
+        return 0
+    if tensor.shape[dimension] <= 1:
+        return tensor.shape[-1]
+    if tensor.stride(dimension) % 16 != 0:
+        raise UnsupportedError(
+            f"triton is batch-invariant for strides that are multiples of 16 elements, "
+            f"got {tensor.stride(dimension)} in {name}"
+        )
+    return tensor.stride(dimension)
+
+
+def _stride(name: str, tensor: torch.Tensor | None, dimension: int) -> int:
+    del name
+    return 0 if tensor is None else tensor.stride(dimension)
 
 
 def _build(
@@ -342,6 +491,61 @@ def _build(
     return kernels.forward_kernel, constants, options
 
 
+def _row_build(
+    num_tokens: int | None, hidden_size: int, element_size: int, pdl: int, num_sms: int, shared_memory: int
+) -> tuple[Policy, dict[str, Any], dict[str, Any]]:
+    """Policy, compile-time arguments and compiler options that the kernels of both phases share."""
+    from libattnres.backends import _triton_kernels as kernels
+
+    block = 1 << (hidden_size - 1).bit_length()
+    chosen = policy(num_tokens, block, element_size, num_sms, shared_memory)
+    constants: dict[str, Any] = {
+        "HIDDEN_SIZE": hidden_size,
+        "BLOCK": block,
+        "PDL": pdl,
+        "CONVERT_BY_HAND": kernels.INTERPRETED,
+    }
+    options: dict[str, Any] = {"num_warps": chosen.num_warps}
+    if pdl:
+        options["launch_pdl"] = True
+    if chosen.max_registers is not None:
+        options["maxnreg"] = chosen.max_registers
+    return chosen, constants, options
+
+
+def _bank_build(
+    hidden_size: int, element_size: int, pdl: int, num_sms: int, shared_memory: int
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel of a bank pass, which has many programs however few its tokens are."""
+    from libattnres.backends import _triton_kernels as kernels
+
+    chosen, constants, options = _row_build(None, hidden_size, element_size, pdl, num_sms, shared_memory)
+    return kernels.bank_kernel, constants | {"STAGES": chosen.stages}, options
+
+
+def _merge_build(
+    num_tokens: int | None,
+    hidden_size: int,
+    element_size: int,
+    has_delta: bool,
+    has_output_norm: bool,
+    shares_rows: bool,
+    pdl: int,
+    num_sms: int,
+    shared_memory: int,
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel of a merge; without ``num_tokens`` that of a call with many."""
+    from libattnres.backends import _triton_kernels as kernels
+
+    _, constants, options = _row_build(num_tokens, hidden_size, element_size, pdl, num_sms, shared_memory)
+    constants |= {
+        "HAS_DELTA": has_delta,
+        "HAS_OUTPUT_NORM": has_output_norm,
+        "SHARES_ROWS": shares_rows,
+    }
+    return kernels.merge_kernel, constants, options
+
+
 @dataclasses.dataclass(frozen=True)
 class CubinVariant:
     """A call whose kernel :func:`compile_cubin` builds."""
@@ -353,6 +557,9 @@ class CubinVariant:
     has_output_norm: bool = True
     shares_rows: bool = False
     pdl: str = "wait"
+    phase: str | None = None
+    """One of two phases, ``"bank"`` or ``"merge"``."""
+    float32_bank: bool = False
     aligned: bool = True
     """Whether bases are multiples of 16 bytes and row strides of 16 elements."""
 
@@ -370,6 +577,14 @@ def cubin_variants() -> Iterator[CubinVariant]:
     yield CubinVariant(dtype=torch.float32)
     yield CubinVariant(hidden_size=96)
     yield CubinVariant(hidden_size=20000)
+    for pdl in ("off", "wait", "early"):
+        yield CubinVariant(phase="bank", pdl=pdl)
+        yield CubinVariant(phase="merge", pdl=pdl)
+    yield CubinVariant(phase="merge", num_tokens=1)
+    for phase in ("bank", "merge"):
+        yield CubinVariant(phase=phase, float32_bank=True)
+        yield CubinVariant(phase=phase, hidden_size=96, aligned=False)
+        yield CubinVariant(phase=phase, dtype=torch.float32)
 
 
 def compile_cubin(compute_capability: int, variant: CubinVariant) -> Any:
@@ -381,29 +596,31 @@ def compile_cubin(compute_capability: int, variant: CubinVariant) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants, options = _build(
-        variant.num_tokens,
-        variant.hidden_size,
-        torch.empty(0, dtype=variant.dtype).element_size(),
-        variant.has_delta,
-        variant.has_output_norm,
-        variant.shares_rows,
-        {"off": 0, "wait": 1, "early": 2}[variant.pdl] if compute_capability >= 90 else 0,
-        132,
-        227 << 10,
-    )
+    element_size = torch.empty(0, dtype=variant.dtype).element_size()
+    mode = PDL_ARGUMENT[variant.pdl] if compute_capability >= 90 else 0
+    gpu = (mode, 132, 227 << 10)
+    kinds = (variant.has_delta, variant.has_output_norm, variant.shares_rows)
+    if variant.phase == "bank":
+        kernel, constants, options = _bank_build(variant.hidden_size, element_size, *gpu)
+    else:
+        build = _build if variant.phase is None else _merge_build
+        kernel, constants, options = build(
+            variant.num_tokens, variant.hidden_size, element_size, *kinds, *gpu
+        )
     signature = {}
     attributes = {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "lse_ptr" or (name == "bank_ptr" and variant.float32_bank):
+            signature[name] = "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = f"*{DTYPES[variant.dtype]}"
         elif name in ("eps", "output_norm_eps"):
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-        if name.endswith(("_ptr", "_stride")) and variant.aligned:
+        if name.endswith(("_ptr", "_stride")) and not name.startswith("lse") and variant.aligned:
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
