@@ -34,7 +34,7 @@ ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHA
 
 # The order of the navigation; a page of docs/ that is not named comes at the end of the first part.
 CONTENTS = {
-    "Use": ["install", "operator", "backends", "plan", "pdl", "cpp"],
+    "Use": ["install", "operator", "two_phase", "backends", "plan", "pdl", "cpp"],
     "Reference": ["python", "c", "hpp"],
     "Evidence": ["performance", "blackwell", "reliability"],
     "Project": ["contributing", "releasing", "changelog"],
