@@ -245,11 +245,16 @@ PyMethodDef* fast_methods() {
       fast_method<bind_tensors>("bind_tensors",
                                 "bind_tensors(tensor type, parameter type, exchange API) -> bool: "
                                 "what forward_tensors takes."),
-      fast_method<forward_tensors>(
+      fast_method<serve_tensors<attnres_forward_args, attnres_forward, attnres_forward_host, 14>>(
           "forward_tensors",
           "forward_tensors(prefix, delta, blocks, norm_weight, qk_weight, "
           "output_norm_weight, num_blocks, block_write_idx, eps, "
           "output_norm_eps, out, pdl, backend, batch_invariant) -> bool: True when served."),
+      fast_method<serve_tensors<attnres_merge_args, attnres_merge, attnres_merge_host, 15>>(
+          "merge_tensors",
+          "merge_tensors(prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, "
+          "blocks, block_write_idx, eps, output_norm_eps, out, pdl, backend, batch_invariant) -> "
+          "bool: True when served."),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

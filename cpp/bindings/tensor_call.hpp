@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The eager fast path: plain tensors -> attnres_forward_args without reading a tensor's attributes in
+// The eager fast path: plain tensors -> the struct of the C ABI without reading a tensor's attributes in
 // Python, which costs 50 to 150 ns each, some fifty of them a call.
 //
 // It goes through the DLPack exchange API that a tensor type may publish as
@@ -25,6 +25,7 @@ namespace dlpack {
 
 constexpr int32_t kCpu = 1;
 constexpr int32_t kCuda = 2;
+constexpr uint8_t kFloat = 2;
 constexpr uint8_t kBfloat = 4;
 constexpr uint32_t kMajor = 1;
 
@@ -103,16 +104,7 @@ class TensorReader {
  public:
   // A described strided tensor of `ndim` dimensions like the first one, last stride 1.
   bool read(PyObject* object, int32_t ndim, dlpack::Tensor* tensor) {
-    const PyTypeObject* type = Py_TYPE(object);
-    if (type != tensor_types.tensor && type != tensor_types.parameter) return false;
-    if (tensor_types.api->tensor_from_object(object, tensor) != 0) {
-      PyErr_Clear();  // sparse, or not backed by memory: the slow path says so
-      return false;
-    }
-    if (tensor->ndim != ndim || tensor->byte_offset != 0 || tensor->dtype_lanes != 1) return false;
-    if (tensor->shape[ndim - 1] > 1 && tensor->strides[ndim - 1] != 1) return false;
-    // The library takes a null pointer for an absent argument; a tensor whose storage was freed has one.
-    if (tensor->data == nullptr || has_negative_bit(object)) return false;
+    if (!describe(object, ndim, tensor)) return false;
     if (first_) {
       first_ = false;
       device_type_ = tensor->device_type;
@@ -121,8 +113,22 @@ class TensorReader {
       dtype_bits_ = tensor->dtype_bits;
       return true;
     }
-    return tensor->device_type == device_type_ && tensor->device_id == device_id_ &&
-           tensor->dtype_code == dtype_code_ && tensor->dtype_bits == dtype_bits_;
+    return is_near(*tensor) && has_same_dtype(*tensor);
+  }
+
+  // The same, but float32 whatever the first one is.
+  bool read_float32(PyObject* object, int32_t ndim, dlpack::Tensor* tensor) {
+    return describe(object, ndim, tensor) && is_near(*tensor) && is_float32(*tensor);
+  }
+
+  // The same, either way.
+  bool read_same_or_float32(PyObject* object, int32_t ndim, dlpack::Tensor* tensor) {
+    return describe(object, ndim, tensor) && is_near(*tensor) &&
+           (has_same_dtype(*tensor) || is_float32(*tensor));
+  }
+
+  bool has_same_dtype(const dlpack::Tensor& tensor) const {
+    return tensor.dtype_code == dtype_code_ && tensor.dtype_bits == dtype_bits_;
   }
 
   // A `[hidden_size]` vector.
@@ -140,6 +146,27 @@ class TensorReader {
   int32_t device_id() const { return device_id_; }
 
  private:
+  static bool is_float32(const dlpack::Tensor& tensor) {
+    return tensor.dtype_code == dlpack::kFloat && tensor.dtype_bits == 32;
+  }
+
+  bool is_near(const dlpack::Tensor& tensor) const {
+    return tensor.device_type == device_type_ && tensor.device_id == device_id_;
+  }
+
+  bool describe(PyObject* object, int32_t ndim, dlpack::Tensor* tensor) const {
+    const PyTypeObject* type = Py_TYPE(object);
+    if (type != tensor_types.tensor && type != tensor_types.parameter) return false;
+    if (tensor_types.api->tensor_from_object(object, tensor) != 0) {
+      PyErr_Clear();  // sparse, or not backed by memory: the slow path says so
+      return false;
+    }
+    if (tensor->ndim != ndim || tensor->byte_offset != 0 || tensor->dtype_lanes != 1) return false;
+    if (tensor->shape[ndim - 1] > 1 && tensor->strides[ndim - 1] != 1) return false;
+    // The library takes a null pointer for an absent argument; a tensor whose storage was freed has one.
+    return tensor->data != nullptr && !has_negative_bit(object);
+  }
+
   // DLPack does not show it: memory that holds the negatives of the values. True also on an error.
   static bool has_negative_bit(PyObject* object) {
     PyObject* answer = tensor_types.is_neg(object, nullptr);
@@ -217,63 +244,110 @@ inline Backend read_backend(PyObject* object) {
   return Backend::kOther;
 }
 
+// Reads rows `[num_tokens, hidden_size]`.
+inline bool read_rows(PyObject* object, TensorReader* reader, int64_t num_tokens,
+                      int64_t hidden_size, const void** data, int64_t* stride) {
+  dlpack::Tensor rows;
+  if (!reader->read(object, 2, &rows) || rows.shape[0] != num_tokens ||
+      rows.shape[1] != hidden_size) {
+    return false;
+  }
+  *data = rows.data;
+  *stride = meaningful_stride(rows, 0, hidden_size);
+  return true;
+}
+
+// What the calls of one and of two phases share.
+template <typename Args>
+bool read_prefix(PyObject* prefix, PyObject* delta, PyObject* output, TensorReader* reader,
+                 Args* args) {
+  dlpack::Tensor rows;
+  if (!reader->read(prefix, 2, &rows) || !reader->is_bfloat16()) return false;
+  args->num_tokens = rows.shape[0];
+  args->hidden_size = rows.shape[1];
+  args->prefix = rows.data;
+  args->prefix_stride = meaningful_stride(rows, 0, rows.shape[1]);
+  const void* written = nullptr;
+  if (!read_rows(output, reader, args->num_tokens, args->hidden_size, &written,
+                 &args->output_stride)) {
+    return false;
+  }
+  args->output = const_cast<void*>(written);
+  return delta == Py_None || read_rows(delta, reader, args->num_tokens, args->hidden_size,
+                                       &args->delta, &args->delta_stride);
+}
+
+template <typename Args>
+bool read_weights(PyObject* const* three, TensorReader* reader, Args* args) {
+  const int64_t hidden_size = args->hidden_size;
+  return reader->read_weight(three[0], hidden_size, &args->norm_weight) &&
+         reader->read_weight(three[1], hidden_size, &args->qk_weight) &&
+         (three[2] == Py_None ||
+          reader->read_weight(three[2], hidden_size, &args->output_norm_weight));
+}
+
+template <typename Args>
+bool read_blocks(PyObject* object, TensorReader* reader, Args* args) {
+  dlpack::Tensor blocks;
+  if (!reader->read(object, 3, &blocks) || blocks.shape[2] != args->hidden_size) return false;
+  args->num_bank_tokens = blocks.shape[0];
+  args->num_bank_rows = blocks.shape[1];
+  args->blocks = blocks.data;
+  args->blocks_row_stride = meaningful_stride(blocks, 1, args->hidden_size);
+  args->blocks_token_stride =
+      meaningful_stride(blocks, 0, blocks.shape[1] * args->blocks_row_stride);
+  return true;
+}
+
 // Fills `args` from (prefix, delta, blocks, norm_weight, qk_weight, output_norm_weight, num_blocks,
 // block_write_idx, eps, output_norm_eps, out, pdl, backend, batch_invariant); false when the call is for the slow path.
 inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_forward_args* args) {
-  dlpack::Tensor prefix, delta, blocks, output;
-  if (!reader->read(objects[0], 2, &prefix) || !reader->read(objects[2], 3, &blocks)) return false;
-  const int64_t num_tokens = prefix.shape[0];
-  const int64_t hidden_size = prefix.shape[1];
-  if (!reader->is_bfloat16() || blocks.shape[2] != hidden_size) return false;
-  if (!reader->read(objects[10], 2, &output) || output.shape[0] != num_tokens ||
-      output.shape[1] != hidden_size) {
-    return false;
-  }
-  if (objects[1] != Py_None) {
-    if (!reader->read(objects[1], 2, &delta) || delta.shape[0] != num_tokens ||
-        delta.shape[1] != hidden_size) {
-      return false;
-    }
-    args->delta = delta.data;
-    args->delta_stride = meaningful_stride(delta, 0, hidden_size);
-  }
-  if (!reader->read_weight(objects[3], hidden_size, &args->norm_weight) ||
-      !reader->read_weight(objects[4], hidden_size, &args->qk_weight)) {
-    return false;
-  }
-  if (objects[5] != Py_None &&
-      !reader->read_weight(objects[5], hidden_size, &args->output_norm_weight)) {
-    return false;
-  }
-  args->num_tokens = num_tokens;
-  args->num_bank_tokens = blocks.shape[0];
-  args->num_bank_rows = blocks.shape[1];
-  args->hidden_size = hidden_size;
-  args->prefix = prefix.data;
-  args->blocks = blocks.data;
-  args->output = output.data;
-  args->prefix_stride = meaningful_stride(prefix, 0, hidden_size);
-  args->blocks_row_stride = meaningful_stride(blocks, 1, hidden_size);
-  args->blocks_token_stride =
-      meaningful_stride(blocks, 0, blocks.shape[1] * args->blocks_row_stride);
-  args->output_stride = meaningful_stride(output, 0, hidden_size);
-  return read_int(objects[6], &args->num_blocks) && read_int(objects[7], &args->block_write_idx) &&
+  return read_prefix(objects[0], objects[1], objects[10], reader, args) &&
+         read_blocks(objects[2], reader, args) && read_weights(objects + 3, reader, args) &&
+         read_int(objects[6], &args->num_blocks) && read_int(objects[7], &args->block_write_idx) &&
          read_float(objects[8], &args->eps) && read_float(objects[9], &args->output_norm_eps) &&
          read_pdl(objects[11], &args->pdl) &&
          read_batch_invariant(objects[13], &args->batch_invariant);
 }
 
-// forward_tensors(prefix, ..., out, pdl, backend, batch_invariant) -> True when the call was served, False
-// when it is for the slow path. Nothing is written before either False or an exception.
-inline PyObject* forward_tensors(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  if (count != 14) {
-    PyErr_Format(PyExc_TypeError, "expected 14 positional arguments, got %zd", count);
+// The same from (prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks,
+// block_write_idx, eps, output_norm_eps, out, pdl, backend, batch_invariant).
+inline bool read_call(PyObject* const* objects, TensorReader* reader, attnres_merge_args* args) {
+  dlpack::Tensor bank, lse;
+  if (!read_prefix(objects[0], objects[1], objects[11], reader, args) ||
+      !reader->read_same_or_float32(objects[2], 2, &bank) ||
+      !reader->read_float32(objects[3], 1, &lse) || bank.shape[1] != args->hidden_size ||
+      bank.shape[0] != lse.shape[0]) {
+    return false;
+  }
+  if (objects[7] != Py_None &&
+      (!read_blocks(objects[7], reader, args) || args->num_bank_tokens != bank.shape[0])) {
+    return false;
+  }
+  args->num_bank_tokens = bank.shape[0];
+  args->bank = bank.data;
+  args->bank_stride = meaningful_stride(bank, 0, args->hidden_size);
+  args->float32_bank = reader->has_same_dtype(bank) ? 0 : 1;
+  args->lse = static_cast<const float*>(lse.data);
+  return read_weights(objects + 4, reader, args) && read_int(objects[8], &args->block_write_idx) &&
+         read_float(objects[9], &args->eps) && read_float(objects[10], &args->output_norm_eps) &&
+         read_pdl(objects[12], &args->pdl) &&
+         read_batch_invariant(objects[14], &args->batch_invariant);
+}
+
+// f(prefix, ..., out, pdl, backend, batch_invariant) -> True when the call was served, False when it is for the
+// slow path. Nothing is written before either False or an exception.
+template <typename Args, attnres_status (*Launch)(const Args*, CUstream_st*),
+          attnres_status (*RunOnHost)(const Args*), Py_ssize_t kCount>
+PyObject* serve_tensors(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  if (count != kCount) {
+    PyErr_Format(PyExc_TypeError, "expected %zd positional arguments, got %zd", kCount, count);
     return nullptr;
   }
   if (tensor_types.api == nullptr) Py_RETURN_FALSE;
-  attnres_forward_args args = ATTNRES_FORWARD_ARGS_INIT;
+  Args args = Fields<Args>::kDefaults;
   TensorReader reader;
-  const Backend backend = read_backend(objects[12]);
+  const Backend backend = read_backend(objects[kCount - 2]);
   if (backend == Backend::kOther || !read_call(objects, &reader, &args)) Py_RETURN_FALSE;
 
   attnres_status status = ATTNRES_OK;
@@ -284,11 +358,11 @@ inline PyObject* forward_tensors(PyObject*, PyObject* const* objects, Py_ssize_t
     }
     args.device = reader.device_id();
     Py_BEGIN_ALLOW_THREADS;
-    status = attnres_forward(&args, static_cast<CUstream_st*>(stream));
+    status = Launch(&args, static_cast<CUstream_st*>(stream));
     Py_END_ALLOW_THREADS;
   } else if (reader.device_type() == dlpack::kCpu && backend != Backend::kNative) {
     Py_BEGIN_ALLOW_THREADS;
-    status = attnres_forward_host(&args);
+    status = RunOnHost(&args);
     Py_END_ALLOW_THREADS;
   } else {
     Py_RETURN_FALSE;

@@ -50,6 +50,24 @@ def forward_tensors(
     batch_invariant: bool | None,
     /,
 ) -> bool: ...
+def merge_tensors(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    bank: torch.Tensor,
+    lse: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    out: torch.Tensor,
+    pdl: str,
+    backend: str | None,
+    batch_invariant: bool | None,
+    /,
+) -> bool: ...
 def probe(device: int = -1) -> ProbeInfo: ...
 def warmup(device: int = -1) -> None: ...
 def num_permutations() -> int: ...

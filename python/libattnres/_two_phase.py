@@ -6,17 +6,22 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from libattnres import _two_phase_call, _two_phase_ops
+from libattnres import _core, _two_phase_call, _two_phase_ops
 from libattnres._api import (
+    _PLAIN_TYPES,
     _dispatch_modes,
+    _empty_like,
     _increment_version,
     _is_compiling,
     _is_for_dispatcher,
     _transforms,
 )
 from libattnres._call import refuse_grad_of, refuse_tangents_of
+from libattnres._two_phase_call import MergeCall
 
 __all__ = ["attn_res_bank", "attn_res_merge"]
+
+_merge_tensors = _core.merge_tensors
 
 
 def attn_res_bank(
@@ -193,48 +198,71 @@ def attn_res_merge(
     -----
     Source: Attention Residuals, arXiv 2603.15031.
     """
-    run = _two_phase_ops.attn_res_merge
-    if not (_is_compiling() or _dispatch_modes() != 0 or _transforms() is not None):
-        tensors = {
-            "prefix": prefix,
-            "delta": delta,
-            "bank": bank,
-            "lse": lse,
-            "norm_weight": norm_weight,
-            "qk_weight": qk_weight,
-            "output_norm_weight": output_norm_weight,
-            "blocks": blocks,
-            "out": out,
-        }
-        if torch.is_grad_enabled():
-            refuse_grad_of("attn_res_merge", tensors)
+    through_op = _is_compiling() or _dispatch_modes() != 0 or _transforms() is not None
+    served = False
+    output = out
+    if not through_op:
+        tensors = (prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, out)
+        if torch.is_grad_enabled() and _may_require_grad(tensors):
+            refuse_grad_of("attn_res_merge", dict(zip(MergeCall.ARGUMENTS, tensors, strict=True)))
         if forward_ad._current_level >= 0:
-            refuse_tangents_of("attn_res_merge", tensors)
-        if not _is_for_dispatcher(*tensors.values()):
-            run = _two_phase_call.merge
-    output = run(
-        prefix,
-        delta,
-        bank,
-        lse,
-        norm_weight,
-        qk_weight,
-        output_norm_weight,
-        blocks,
-        block_write_idx,
-        eps,
-        output_norm_eps,
-        out,
-        backend,
-        pdl,
-        batch_invariant,
-    )
-    if run is _two_phase_call.merge:
-        # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
-        written = (
-            None if delta is None else prefix,
-            None if block_write_idx == -1 else blocks,
+            refuse_tangents_of("attn_res_merge", dict(zip(MergeCall.ARGUMENTS, tensors, strict=True)))
+        if type(prefix) in _PLAIN_TYPES:
+            if output is None:
+                output = _empty_like(prefix)
+            served = _merge_tensors(
+                prefix,
+                delta,
+                bank,
+                lse,
+                norm_weight,
+                qk_weight,
+                output_norm_weight,
+                blocks,
+                block_write_idx,
+                eps,
+                output_norm_eps,
+                output,
+                pdl,
+                backend,
+                batch_invariant,
+            )
+        through_op = not served and _is_for_dispatcher(*tensors)
+    if not served:
+        run = _two_phase_ops.attn_res_merge if through_op else _two_phase_call.merge
+        output = run(
+            prefix,
+            delta,
+            bank,
+            lse,
+            norm_weight,
+            qk_weight,
+            output_norm_weight,
+            blocks,
+            block_write_idx,
+            eps,
+            output_norm_eps,
             out,
+            backend,
+            pdl,
+            batch_invariant,
         )
-        _increment_version(tuple(tensor for tensor in written if tensor is not None))
-    return output
+    if not through_op:
+        # What torch's own in-place ops do: a backward that saved the old value then fails instead of lying.
+        written = [tensor for tensor in (None if delta is None else prefix, out) if tensor is not None]
+        if block_write_idx != -1 and blocks is not None:
+            written.append(blocks)
+        if written:
+            _increment_version(tuple(written))
+    return output  # type: ignore[return-value]
+
+
+def _may_require_grad(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Quick and without names; True also when an argument is no tensor."""
+    try:
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    except AttributeError:
+        return True
+    return False

@@ -12,7 +12,7 @@ from typing import Any
 import libattnres
 import pytest
 import torch
-from libattnres import _two_phase_ops, reference
+from libattnres import _core, _two_phase_call, _two_phase_ops, reference
 from programs import run_program
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -102,13 +102,13 @@ def rel_l2(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if norm == 0 else error / norm
 
 
-def check(case: Case, backend: str, block_write_idx: int = -1, **changes: Any) -> None:
+def check(case: Case, backend: str, block_write_idx: int = -1, pdl: str = "wait", **changes: Any) -> None:
     """Both phases for every site against float64, with every byte that a call may not write."""
     wanted = {name: memory.clone() for name, memory in case.allocations.items()}
     # A call may write a row that the bank was made of: the other calls still belong to the old one.
     before = case.blocks.clone()
     exact = reference.attn_res_bank(case.blocks, case.num_blocks, case.norm_weights, case.qk_weights)
-    bank, lse = case.run_bank(backend=backend)
+    bank, lse = case.run_bank(backend=backend, pdl=pdl)
     assert bank is case.bank
     assert lse is case.lse
     wanted["bank"][..., : case.hidden_size] = bank
@@ -123,7 +123,7 @@ def check(case: Case, backend: str, block_write_idx: int = -1, **changes: Any) -
         arguments = case.merge_arguments(site, blocks=case.blocks, block_write_idx=block_write_idx, **changes)
         wanted["prefix"][..., : case.hidden_size] = expected.prefix
         wanted["blocks"][..., : case.hidden_size] = expected.blocks
-        output = libattnres.attn_res_merge(**arguments, out=case.out, backend=backend)
+        output = libattnres.attn_res_merge(**arguments, out=case.out, backend=backend, pdl=pdl)
         assert output is case.out
         wanted["out"][..., : case.hidden_size] = output
         for name, memory in case.allocations.items():
@@ -286,6 +286,76 @@ def test_backward_that_saved_a_written_tensor_notices() -> None:
     libattnres.attn_res_merge(**case.merge_arguments(), out=case.out, blocks=case.blocks, block_write_idx=5)
     for name, version in versions.items():
         assert getattr(case, name)._version > version, name
+
+
+# The path past Python for plain tensors.
+
+needs_exchange_api = pytest.mark.skipif(
+    not hasattr(torch._C, "_dlpack_exchange_api"), reason="PyTorch does not describe tensors in C"
+)
+
+
+def plain(case: Case, **changes: Any) -> tuple[Any, ...]:
+    """The positional arguments of ``_core.merge_tensors``."""
+    defaults: dict[str, Any] = {"blocks": None, "block_write_idx": -1, "eps": 1e-5, "output_norm_eps": 1e-5}
+    defaults |= {"out": case.out, "pdl": "wait", "backend": None, "batch_invariant": None}
+    return tuple((case.merge_arguments() | defaults | changes).values())
+
+
+@needs_exchange_api
+@pytest.mark.parametrize("bank_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "changes", [{}, {"delta": None, "output_norm_weight": None}, {"block_write_idx": 6}, {"eps": 0.5}]
+)
+def test_plain_tensors_take_the_short_path_to_the_same_bits(
+    changes: dict[str, Any], bank_dtype: torch.dtype
+) -> None:
+    short, long = (Case(prefixes_per_row=1, padding=2, bank_dtype=bank_dtype) for _ in range(2))
+    for case in (short, long):
+        case.run_bank()
+    blocks = {"blocks": short.blocks} if "block_write_idx" in changes else {}
+    assert _core.merge_tensors(*plain(short, **changes, **blocks))
+    blocks = {"blocks": long.blocks} if "block_write_idx" in changes else {}
+    arguments = {"eps": 1e-5, "output_norm_eps": 1e-5, "blocks": None, "block_write_idx": -1}
+    arguments |= long.merge_arguments() | changes | blocks
+    options = {"out": long.out, "backend": None, "pdl": "wait", "batch_invariant": None}
+    _two_phase_call.merge(**arguments, **options)
+    for name, memory in short.allocations.items():
+        assert reference.same_bits(memory, long.allocations[name]), name
+
+
+@needs_exchange_api
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda c: {"prefix": c.prefix.float()},
+        lambda c: {"bank": c.bank[0].half()},
+        lambda c: {"bank": c.bank[0, :3]},
+        lambda c: {"bank": c.bank[0, :, :32]},
+        lambda c: {"lse": c.lse[0].double()},
+        lambda c: {"lse": c.lse[0, :2]},
+        lambda c: {"delta": c.delta[:2]},
+        lambda c: {"qk_weight": c.qk_weights[0, :8]},
+        lambda c: {"block_write_idx": 3},
+        lambda c: {"blocks": c.blocks[:2], "block_write_idx": 3},
+        lambda c: {"blocks": c.blocks, "block_write_idx": 8},
+        lambda c: {"block_write_idx": True},
+        lambda c: {"eps": -1.0},
+        lambda c: {"out": c.prefix},
+        lambda c: {"out": c.out[:, :32]},
+        lambda c: {"pdl": "late"},
+        lambda c: {"backend": "torch"},
+        lambda c: {"backend": "native"},
+        lambda c: {"batch_invariant": 1},
+    ],
+)
+def test_the_short_path_leaves_what_it_cannot_serve(changes: Callable[[Case], dict[str, Any]]) -> None:
+    case = Case()
+    case.run_bank()
+    before = {name: memory.clone() for name, memory in case.allocations.items()}
+    assert not _core.merge_tensors(*plain(case, **changes(case)))
+    for name, memory in case.allocations.items():
+        assert reference.same_bits(memory, before[name]), name
 
 
 # Refusals.
@@ -661,3 +731,87 @@ def test_triton_interpreted(name: str, interpreted: dict[str, str]) -> None:
 
 def test_triton_says_which_rows_are_too_long(interpreted: dict[str, str]) -> None:
     assert interpreted["long_rows"].endswith("triton computes two phases for H up to 16384, got H=20000")
+
+
+# On a GPU.
+
+
+def needs_backend(backend: str) -> None:
+    reason = libattnres.probe().backends[backend]
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", ["wait", "early", "off"])
+@pytest.mark.parametrize("num_entries", [1, 5, 70])
+@pytest.mark.parametrize("num_blocks", [1, 3, 8])
+@pytest.mark.parametrize("backend", ["native", "triton", "torch"])
+def test_both_phases_match_the_whole_call_on_a_gpu(
+    backend: str, num_blocks: int, num_entries: int, pdl: str
+) -> None:
+    needs_backend(backend)
+    sizes = {"num_blocks": num_blocks, "num_entries": num_entries, "hidden_size": 7168, "padding": 8}
+    check(Case(**sizes, num_sites=5, device="cuda"), backend, pdl=pdl)
+    check(Case(**sizes, num_sites=2, device="cuda"), backend, pdl=pdl, block_write_idx=4)
+    check(Case(**sizes, device="cuda"), backend, pdl=pdl, delta=None, output_norm_weight=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_every_kind_of_call_on_a_gpu(name: str, backend: str) -> None:
+    needs_backend(backend)
+    sizes, changes = INTERPRETED[name]
+    check(Case(**sizes, device="cuda"), backend, **changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bank_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_graph_of_both_phases_gives_the_bits_of_eager_calls(backend: str, bank_dtype: torch.dtype) -> None:
+    needs_backend(backend)
+    case = Case(num_entries=40, hidden_size=7168, num_blocks=5, bank_dtype=bank_dtype, device="cuda")
+    start = case.prefix.clone()
+
+    def step() -> list[torch.Tensor]:
+        case.prefix.copy_(start)
+        case.run_bank(backend=backend)
+        return [
+            libattnres.attn_res_merge(**case.merge_arguments(site), backend=backend)
+            for site in range(case.num_sites)
+        ]
+
+    expected = [output.clone() for output in step()]
+    prefix = case.prefix.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for _ in range(2):
+        case.bank.fill_(math.nan)
+        case.lse.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert reference.same_bits(output, wanted)
+        assert reference.same_bits(case.prefix, prefix)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_batch_invariant_tokens_do_not_depend_on_their_batch(backend: str) -> None:
+    needs_backend(backend)
+    case = Case(num_entries=67, hidden_size=7168, num_blocks=6, device="cuda")
+    options = {"backend": backend, "batch_invariant": True}
+    case.run_bank(**options)
+    arguments = case.merge_arguments(1, delta=None)
+    whole = libattnres.attn_res_merge(**arguments, **options)
+    for start, stop in ((0, 1), (3, 10), (40, 67)):
+        some = slice(start, stop)
+        bank, lse = libattnres.attn_res_bank(
+            case.blocks[some], case.num_blocks, case.norm_weights, case.qk_weights, **options
+        )
+        assert reference.same_bits(bank, case.bank[:, some])
+        assert reference.same_bits(lse, case.lse[:, some])
+        part = arguments | {"prefix": case.prefix[some], "bank": bank[1], "lse": lse[1]}
+        assert reference.same_bits(libattnres.attn_res_merge(**part, **options), whole[some])
