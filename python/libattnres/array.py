@@ -12,23 +12,41 @@ never written, such as JAX, or for callers who want the old values.
 
 from __future__ import annotations
 
-import numbers
-import operator
-import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from libattnres import _core
-from libattnres._array_view import DTYPES, View, is_jax, type_name, view_of
+from libattnres._array_call import (
+    check_first,
+    check_like,
+    check_memory,
+    check_shape,
+    check_writable,
+    copy_of,
+    empty_like,
+    epsilon,
+    in_jax,
+    in_numpy,
+    index,
+    options,
+    places,
+    stream_handle,
+    stride,
+)
+from libattnres._array_view import DTYPES, View, is_jax, view_of
 
-__all__ = ["Result", "attn_res", "attn_res_functional"]
-
-PDL_MODES = {"wait": 0, "early": 1, "off": 2}
-LEGACY_STREAM = 1
-"""CUDA's handle of the legacy default stream, in DLPack too."""
+__all__ = [
+    "Result",
+    "attn_res",
+    "attn_res_bank",
+    "attn_res_functional",
+    "attn_res_merge",
+    "attn_res_merge_functional",
+]
 
 
 class Result(NamedTuple):
-    """What :func:`attn_res_functional` returns."""
+    """What :func:`attn_res_functional` and :func:`attn_res_merge_functional` return."""
 
     output: Any
     """``[M, H]``."""
@@ -87,35 +105,41 @@ def attn_res(
     RuntimeError
         When CUDA failed.
     """
-    num_blocks = _index("num_blocks", num_blocks)
-    block_write_idx = _index("block_write_idx", block_write_idx)
-    handle = _stream(stream, prefix)
-    writes = {"prefix": delta is not None, "blocks": block_write_idx != -1, "out": True}
-    views: dict[str, View | None] = {}
-    for name, array, rank in (
-        ("prefix", prefix, 2),
-        ("delta", delta, 2),
-        ("blocks", blocks, 3),
-        ("norm_weight", norm_weight, 1),
-        ("qk_weight", qk_weight, 1),
-        ("output_norm_weight", output_norm_weight, 1),
-        ("out", out, 2),
-    ):
-        if array is None and name in ("delta", "output_norm_weight"):
-            views[name] = None
-            continue
-        if name == "out" and array is None:
-            array = out = _empty_like(prefix)  # only now: everything else is right
-        view = view_of(name, array, handle)
-        _check(name, view, rank, views.get("prefix"))
-        if writes.get(name, False) and not view.is_writable:
-            raise ValueError(
-                f"{name}: expected an array that can be written, as this call does, got a read-only "
-                f"{type_name(array)}; attn_res_functional returns new arrays"
-            )
-        views[name] = view
-    _run(views, num_blocks, block_write_idx, eps, output_norm_eps, pdl, batch_invariant, handle)
-    return out
+    num_blocks = index("num_blocks", num_blocks)
+    block_write_idx = index("block_write_idx", block_write_idx)
+    handle = stream_handle(stream, prefix)
+    arrays = _beside_prefix(
+        prefix,
+        {
+            "prefix": prefix,
+            "delta": delta,
+            "blocks": blocks,
+            "norm_weight": norm_weight,
+            "qk_weight": qk_weight,
+            "output_norm_weight": output_norm_weight,
+            "out": out,
+        },
+        {"prefix": delta is not None, "blocks": block_write_idx != -1, "out": True},
+        handle,
+    )
+    blocks_view = arrays.views["blocks"]
+    assert blocks_view is not None
+    _call(
+        "forward",
+        _core.CALL_FIELDS,
+        {
+            **arrays.fields(),
+            "num_bank_tokens": blocks_view.shape[0],
+            "num_blocks": num_blocks,
+            "block_write_idx": block_write_idx,
+            "eps": epsilon("eps", eps),
+            "output_norm_eps": epsilon("output_norm_eps", output_norm_eps),
+            **options(pdl, batch_invariant),
+        },
+        handle,
+        on_host=blocks_view.device is None,
+    )
+    return arrays.out
 
 
 def attn_res_functional(
@@ -149,9 +173,9 @@ def attn_res_functional(
     Result
         Arrays of the libraries of ``prefix`` and ``blocks``.
     """
-    block_write_idx = _index("block_write_idx", block_write_idx)
-    new_prefix = prefix if delta is None else _copy("prefix", prefix)
-    new_blocks = blocks if block_write_idx == -1 else _copy("blocks", blocks)
+    block_write_idx = index("block_write_idx", block_write_idx)
+    new_prefix = prefix if delta is None else copy_of("prefix", prefix)
+    new_blocks = blocks if block_write_idx == -1 else copy_of("blocks", blocks)
     output = attn_res(
         new_prefix,
         delta,
@@ -163,185 +187,349 @@ def attn_res_functional(
         block_write_idx,
         eps,
         output_norm_eps,
-        out=_empty_like(_in_numpy("prefix", prefix) if is_jax(prefix) else prefix),
+        out=empty_like("out", in_numpy("prefix", prefix)),
         stream=stream,
         pdl=pdl,
         batch_invariant=batch_invariant,
     )
-    if is_jax(prefix):
-        output = _in_jax(output)
-        new_prefix = prefix if delta is None else _in_jax(new_prefix)
-    if is_jax(blocks) and new_blocks is not blocks:
-        new_blocks = _in_jax(new_blocks)
-    return Result(output, new_prefix, new_blocks)
+    return _result(output, prefix, new_prefix, blocks, new_blocks)
+
+
+def attn_res_bank(
+    blocks: Any,
+    num_blocks: int,
+    norm_weights: Any,
+    qk_weights: Any,
+    eps: float = 1e-5,
+    *,
+    bank: Any = None,
+    lse: Any = None,
+    bank_dtype: str | None = None,
+    stream: Any = None,
+    pdl: str = "wait",
+    batch_invariant: bool | None = None,
+) -> tuple[Any, Any]:
+    """:func:`libattnres.attn_res_bank` on arrays.
+
+    Parameters
+    ----------
+    blocks, num_blocks, norm_weights, qk_weights, eps, pdl, batch_invariant
+        As for :func:`libattnres.attn_res_bank`, dtypes and libraries as for :func:`attn_res`.
+    bank, lse : array, optional
+        ``[S, T, H]`` and ``[S, T]`` in float32, written and returned. By default new arrays of the library of
+        ``blocks``, JAX's among them.
+    bank_dtype : str, optional
+        Of a new ``bank``: ``"float32"``, or by default that of ``blocks``.
+    stream : optional
+        As for :func:`attn_res`; by default the one that ``blocks`` names.
+
+    Returns
+    -------
+    tuple of array
+        ``bank`` and ``lse``.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, RuntimeError
+        As :func:`attn_res` does.
+    """
+    num_blocks = index("num_blocks", num_blocks)
+    handle = stream_handle(stream, blocks)
+    first = view_of("blocks", blocks, handle)
+    check_first("blocks", first, "[T, R, H]")
+    check_memory("blocks", first)
+    views = {"blocks": first}
+    num_bank_tokens, num_bank_rows, hidden_size = first.shape
+    num_sites = 0
+    for name, array, like in (
+        ("norm_weights", norm_weights, "blocks"),
+        ("qk_weights", qk_weights, "norm_weights"),
+    ):
+        view = views[name] = view_of(name, array, handle)
+        check_like(name, view, "[S, H]", "blocks", first)
+        num_sites = num_sites if name == "qk_weights" else view.shape[0]
+        check_shape(name, view, (num_sites, hidden_size), like)
+        check_memory(name, view)
+    dtypes = tuple(dict.fromkeys((first.dtype, "float32")))
+    if bank_dtype is not None and bank_dtype not in dtypes:
+        raise ValueError(f"bank_dtype: expected {' or '.join(map(repr, dtypes))}, got {bank_dtype!r}")
+    made = {}
+    for name, array, wanted, shape, allowed in (
+        ("bank", bank, "[S, T, H]", (num_sites, num_bank_tokens, hidden_size), dtypes),
+        ("lse", lse, "[S, T]", (num_sites, num_bank_tokens), ("float32",)),
+    ):
+        if array is None:
+            dtype = "float32" if name == "lse" else bank_dtype
+            kind = None if dtype == first.dtype else dtype
+            array = empty_like(name, in_numpy(name, blocks), shape, kind)
+        made[name] = array
+        view = views[name] = view_of(name, array, handle)
+        if name == "bank" and bank_dtype is not None:
+            allowed = (bank_dtype,)
+        check_like(name, view, wanted, "blocks", first, allowed)
+        check_shape(name, view, shape, "norm_weights and blocks")
+        check_memory(name, view)
+        check_writable(name, view, array, "without it a new one is returned")
+    row_stride = stride(first, 1, hidden_size)
+    token_stride = stride(views["bank"], 1, hidden_size)
+    _call(
+        "bank",
+        _core.BANK_CALL_FIELDS,
+        {
+            **places(dict(views)),
+            "num_bank_tokens": num_bank_tokens,
+            "num_bank_rows": num_bank_rows,
+            "hidden_size": hidden_size,
+            "num_blocks": num_blocks,
+            "num_sites": num_sites,
+            "blocks_token_stride": stride(first, 0, num_bank_rows * row_stride),
+            "blocks_row_stride": row_stride,
+            "norm_weights_stride": stride(views["norm_weights"], 0, hidden_size),
+            "qk_weights_stride": stride(views["qk_weights"], 0, hidden_size),
+            "bank_site_stride": stride(views["bank"], 0, num_bank_tokens * token_stride),
+            "bank_token_stride": token_stride,
+            "lse_stride": stride(views["lse"], 0, num_bank_tokens),
+            "eps": epsilon("eps", eps),
+            "dtype": DTYPES[first.dtype],
+            "float32_bank": int(views["bank"].dtype != first.dtype),
+            **options(pdl, batch_invariant),
+        },
+        handle,
+        on_host=first.device is None,
+    )
+    new = {"bank": bank is None, "lse": lse is None}
+    return tuple(in_jax(array) if new[name] and is_jax(blocks) else array for name, array in made.items())
+
+
+def attn_res_merge(
+    prefix: Any,
+    delta: Any,
+    bank: Any,
+    lse: Any,
+    norm_weight: Any,
+    qk_weight: Any,
+    output_norm_weight: Any,
+    blocks: Any = None,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    *,
+    out: Any = None,
+    stream: Any = None,
+    pdl: str = "wait",
+    batch_invariant: bool | None = None,
+) -> Any:
+    """:func:`libattnres.attn_res_merge` on arrays; ``prefix`` and ``blocks`` are updated in place as it does.
+
+    Parameters
+    ----------
+    prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, block_write_idx
+        As for :func:`libattnres.attn_res_merge`, as are ``eps`` and ``output_norm_eps``.
+    out, stream, pdl, batch_invariant
+        As for :func:`attn_res`.
+
+    Returns
+    -------
+    array
+        ``[M, H]``.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, RuntimeError
+        As :func:`attn_res` does.
+    """
+    block_write_idx = index("block_write_idx", block_write_idx)
+    if blocks is None and block_write_idx != -1:
+        raise ValueError(f"block_write_idx: expected -1 without blocks, got {block_write_idx}")
+    handle = stream_handle(stream, prefix)
+    arrays = _beside_prefix(
+        prefix,
+        {
+            "prefix": prefix,
+            "delta": delta,
+            "bank": bank,
+            "lse": lse,
+            "norm_weight": norm_weight,
+            "qk_weight": qk_weight,
+            "output_norm_weight": output_norm_weight,
+            "blocks": None if block_write_idx == -1 else blocks,
+            "out": out,
+        },
+        {"prefix": delta is not None, "blocks": True, "out": True},
+        handle,
+    )
+    prefix_view, bank_view = arrays.views["prefix"], arrays.views["bank"]
+    assert prefix_view is not None
+    assert bank_view is not None
+    _call(
+        "merge",
+        _core.MERGE_CALL_FIELDS,
+        {
+            **arrays.fields(),
+            "num_bank_tokens": bank_view.shape[0],
+            "bank_stride": stride(bank_view, 0, bank_view.shape[1]),
+            "float32_bank": int(bank_view.dtype != prefix_view.dtype),
+            "block_write_idx": block_write_idx,
+            "eps": epsilon("eps", eps),
+            "output_norm_eps": epsilon("output_norm_eps", output_norm_eps),
+            **options(pdl, batch_invariant),
+        },
+        handle,
+        on_host=prefix_view.device is None,
+    )
+    return arrays.out
+
+
+def attn_res_merge_functional(
+    prefix: Any,
+    delta: Any,
+    bank: Any,
+    lse: Any,
+    norm_weight: Any,
+    qk_weight: Any,
+    output_norm_weight: Any,
+    blocks: Any = None,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    *,
+    stream: Any = None,
+    pdl: str = "wait",
+    batch_invariant: bool | None = None,
+) -> Result:
+    """The same without writing into an argument, as :func:`attn_res_functional` is to :func:`attn_res`.
+
+    Parameters
+    ----------
+    prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, block_write_idx
+        As for :func:`attn_res_merge`, as are the others.
+
+    Returns
+    -------
+    Result
+        Arrays of the libraries of ``prefix`` and ``blocks``.
+    """
+    block_write_idx = index("block_write_idx", block_write_idx)
+    new_prefix = prefix if delta is None else copy_of("prefix", prefix)
+    new_blocks = blocks if block_write_idx == -1 or blocks is None else copy_of("blocks", blocks)
+    output = attn_res_merge(
+        new_prefix,
+        delta,
+        bank,
+        lse,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        new_blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out=empty_like("out", in_numpy("prefix", prefix)),
+        stream=stream,
+        pdl=pdl,
+        batch_invariant=batch_invariant,
+    )
+    return _result(output, prefix, new_prefix, blocks, new_blocks)
 
 
 # --- one call -------------------------------------------------------------------------------------------
 
 
-def _check(name: str, view: View, rank: int, prefix: View | None) -> None:
-    """All but what the library judges: ranges, strides, overlap, and whether a kernel takes them."""
-    wanted = {1: "[H]", 2: "[M, H]", 3: "[T, R, H]"}[rank]
-    if len(view.shape) != rank:
-        raise ValueError(f"{name}: expected shape {wanted}, got {list(view.shape)}")
-    if view.shape[-1] > 1 and view.strides[-1] != 1:
-        raise ValueError(f"{name}: expected last stride 1, got strides {view.strides}")
-    if prefix is None:
-        if view.dtype not in DTYPES:
-            raise ValueError(f"{name}: expected dtype {', '.join(DTYPES)}, got {view.dtype}")
-        if view.shape[1] < 1:
-            raise ValueError(f"{name}: expected [M, H] with H >= 1, got {list(view.shape)}")
+class _Arrays(NamedTuple):
+    """What is there of a call with a prefix."""
+
+    views: dict[str, View | None]
+    out: Any
+
+    def fields(self) -> dict[str, int]:
+        """Addresses, sizes and strides."""
+        views = {"output" if name == "out" else name: view for name, view in self.views.items()}
+        prefix, blocks = views["prefix"], views["blocks"]
+        assert prefix is not None
+        num_tokens, hidden_size = prefix.shape
+        num_bank_rows = 0 if blocks is None else blocks.shape[1]
+        row_stride = stride(blocks, 1, hidden_size)
+        return {
+            **places(views),
+            "num_tokens": num_tokens,
+            "num_bank_rows": num_bank_rows,
+            "hidden_size": hidden_size,
+            "prefix_stride": stride(prefix, 0, hidden_size),
+            "delta_stride": stride(views["delta"], 0, hidden_size),
+            "blocks_token_stride": stride(blocks, 0, num_bank_rows * row_stride),
+            "blocks_row_stride": row_stride,
+            "output_stride": stride(views["output"], 0, hidden_size),
+            "dtype": DTYPES[prefix.dtype],
+        }
+
+
+_SHAPES = {"prefix": "[M, H]", "delta": "[M, H]", "out": "[M, H]", "bank": "[T, H]", "lse": "[T]"}
+_SHAPES |= {"blocks": "[T, R, H]", "norm_weight": "[H]", "qk_weight": "[H]", "output_norm_weight": "[H]"}
+
+
+def _beside_prefix(prefix: Any, arguments: dict[str, Any], writes: dict[str, bool], handle: int) -> _Arrays:
+    """The arrays of a call, checked in this order; ``out`` comes last, and is made where there is none."""
+    views: dict[str, View | None] = {}
+    array: Any = None
+    for name, array in arguments.items():
+        if array is None and name in ("delta", "output_norm_weight"):
+            views[name] = None
+            continue
+        if array is None and name == "blocks" and "bank" in arguments:
+            views[name] = None
+            continue
+        if array is None and name == "out":
+            array = empty_like(name, prefix)  # only now: everything else is right
+        view = views[name] = view_of(name, array, handle)
+        _check_beside_prefix(name, view, views)
+        if writes.get(name, False):
+            functional = "attn_res_merge_functional" if "bank" in arguments else "attn_res_functional"
+            check_writable(name, view, array, f"{functional} returns new arrays")
+    return _Arrays(views, array)
+
+
+def _check_beside_prefix(name: str, view: View, views: dict[str, View | None]) -> None:
+    prefix, wanted = views["prefix"], _SHAPES[name]
+    assert prefix is not None
+    if name == "prefix":
+        check_first(name, view, wanted)
         return
-    if view.dtype != prefix.dtype:
-        raise ValueError(f"{name}: expected dtype {prefix.dtype} as prefix has, got {view.dtype}")
-    if (view.device is None) != (prefix.device is None) or (
-        view.device != prefix.device and -1 not in (view.device, prefix.device)
-    ):
-        places = ["the host" if one.device is None else f"CUDA device {one.device}" for one in (prefix, view)]
-        raise ValueError(f"{name}: expected an array on {places[0]} as prefix is, got one on {places[1]}")
+    dtypes = {"lse": ("float32",), "bank": tuple(dict.fromkeys((prefix.dtype, "float32")))}.get(name, ())
+    check_like(name, view, wanted, "prefix", prefix, dtypes)
     num_tokens, hidden_size = prefix.shape
-    if rank == 3:
+    bank = views.get("bank")
+    if name in ("blocks", "bank"):
         num_bank_tokens = view.shape[0]
         divides = num_tokens % num_bank_tokens == 0 if num_bank_tokens else num_tokens == 0
-        if view.shape[2] != hidden_size or not divides:
+        if view.shape[-1] != hidden_size or not divides:
             raise ValueError(
-                f"{name}: expected shape [T, R, {hidden_size}] with T a divisor of the {num_tokens} tokens "
-                f"of prefix, got {list(view.shape)}"
+                f"{name}: expected shape {wanted.replace('H', str(hidden_size))} with T a divisor of the "
+                f"{num_tokens} tokens of prefix, got {list(view.shape)}"
             )
-    elif view.shape != prefix.shape[2 - rank :]:
-        raise ValueError(
-            f"{name}: expected shape {list(prefix.shape[2 - rank :])} as prefix has, got {list(view.shape)}"
-        )
-    if view.pointer == 0 and 0 not in view.shape:
-        raise ValueError(f"{name}: expected an array that holds its memory, got one with none")
+    if name in ("blocks", "lse") and bank is not None:
+        check_shape(name, view, (bank.shape[0], *view.shape[1:]), "bank")
+    if name not in ("blocks", "bank", "lse"):
+        check_shape(name, view, prefix.shape[-len(view.shape) :], "prefix")
+    check_memory(name, view)
 
 
-def _run(
-    views: dict[str, View | None],
-    num_blocks: int,
-    block_write_idx: int,
-    eps: float,
-    output_norm_eps: float,
-    pdl: str,
-    batch_invariant: bool | None,
-    stream: int,
+def _call(
+    name: str, names: tuple[str, ...], fields: dict[str, int | float], handle: int, *, on_host: bool
 ) -> None:
-    prefix, blocks, out, delta = views["prefix"], views["blocks"], views["out"], views["delta"]
-    assert prefix is not None
-    assert blocks is not None
-    assert out is not None
-    if not isinstance(pdl, str) or pdl not in PDL_MODES:
-        raise ValueError(f"pdl: expected one of {', '.join(map(repr, PDL_MODES))}, got {pdl!r}")
-    if batch_invariant is not None and not isinstance(batch_invariant, bool):
-        raise TypeError(f"batch_invariant: expected a bool or None, got {type_name(batch_invariant)}")
-
-    def stride(view: View, dimension: int, dense: int) -> int:
-        # An extent of 0 or 1 gives the stride no meaning, and libraries any value.
-        return view.strides[dimension] if view.shape[dimension] > 1 else dense
-
-    num_tokens, hidden_size = prefix.shape
-    row_stride = stride(blocks, 1, hidden_size)
-    fields: dict[str, int | float] = {
-        **{name: 0 if view is None else view.pointer for name, view in views.items() if name != "out"},
-        "output": out.pointer,
-        "num_tokens": num_tokens,
-        "num_bank_tokens": blocks.shape[0],
-        "num_bank_rows": blocks.shape[1],
-        "hidden_size": hidden_size,
-        "num_blocks": num_blocks,
-        "block_write_idx": block_write_idx,
-        "prefix_stride": stride(prefix, 0, hidden_size),
-        "delta_stride": 0 if delta is None else stride(delta, 0, hidden_size),
-        "blocks_token_stride": stride(blocks, 0, blocks.shape[1] * row_stride),
-        "blocks_row_stride": row_stride,
-        "output_stride": stride(out, 0, hidden_size),
-        "eps": _epsilon("eps", eps),
-        "output_norm_eps": _epsilon("output_norm_eps", output_norm_eps),
-        "dtype": DTYPES[prefix.dtype],
-        "pdl": PDL_MODES[pdl],
-        "device": max(-1 if view.device is None else view.device for view in views.values() if view),
-        "batch_invariant": {None: 0, True: 1, False: -1}[batch_invariant],
-    }
-    call = [fields.get(name, 0) for name in _core.CALL_FIELDS]
-    if prefix.device is None:
-        _core.forward_host(*call)
-    else:
-        _core.forward(*call, stream)
+    """On the host, or on a CUDA stream; fields that are not named are 0."""
+    call = [fields.get(field, 0) for field in names]
+    run: Callable[..., None] = getattr(_core, f"{name}_host" if on_host else name)
+    run(*call) if on_host else run(*call, handle)
 
 
-def _index(name: str, value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name}: expected an int, got {type_name(value)}")
+# --- arrays of JAX --------------------------------------------------------------------------------------
 
 
-def _epsilon(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a float, got {type_name(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: expected a finite number >= 0, got one too large for a float") from None
-
-
-def _stream(stream: Any, prefix: Any) -> int:
-    """Handle of a stream in whatever form it comes."""
-    if stream is None:
-        interface = getattr(prefix, "__cuda_array_interface__", None)
-        stream = interface.get("stream") if isinstance(interface, dict) else None
-        return stream or LEGACY_STREAM
-    if hasattr(stream, "__cuda_stream__"):
-        stream = stream.__cuda_stream__()[1]
-    for attribute in ("ptr", "cuda_stream"):  # of CuPy, of PyTorch
-        stream = getattr(stream, attribute, stream)
-    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
-        raise TypeError(f"stream: expected a CUDA stream or its handle, got {type_name(stream)}")
-    return operator.index(stream) or LEGACY_STREAM
-
-
-# --- new arrays -----------------------------------------------------------------------------------------
-
-
-def _empty_like(array: Any) -> Any:
-    """A new dense array of the same library, shape, dtype and device."""
-    if is_jax(array):
-        raise ValueError(
-            "out: expected an array that can be written, because JAX's cannot, got none; "
-            "attn_res_functional returns new arrays"
-        )
-    libraries = [sys.modules.get(base.__module__.partition(".")[0]) for base in type(array).__mro__]
-    if hasattr(array, "__array_namespace__"):
-        libraries.insert(0, array.__array_namespace__())
-    for library in libraries:
-        if library is not None and hasattr(library, "empty_like"):
-            return library.empty_like(array)
-    raise ValueError(f"out: expected an array, because {type_name(array)} has no empty_like, got none")
-
-
-def _copy(name: str, array: Any) -> Any:
-    """A dense copy that can be written; of a JAX array, NumPy's."""
-    if is_jax(array):
-        return _in_numpy(name, array).copy()
-    for method in ("copy", "clone"):  # of NumPy and CuPy, of PyTorch
-        if hasattr(array, method):
-            return getattr(array, method)()
-    raise TypeError(f"{name}: expected an array with a copy method, got {type_name(array)}")
-
-
-def _in_numpy(name: str, array: Any) -> Any:
-    """NumPy's view of a JAX array in the host's memory."""
-    if any(device.platform != "cpu" for device in array.devices()):
-        raise ValueError(
-            f"{name}: expected a JAX array in the host's memory, got one on {array.devices()}; "
-            "on a GPU JAX calls through its foreign function interface, see examples/jax_ffi"
-        )
-    import numpy
-
-    return numpy.asarray(array)
-
-
-def _in_jax(array: Any) -> Any:
-    return sys.modules["jax"].numpy.asarray(array)
+def _result(output: Any, prefix: Any, new_prefix: Any, blocks: Any, new_blocks: Any) -> Result:
+    """Arrays of the callers' libraries."""
+    if is_jax(prefix):
+        output = in_jax(output)
+        new_prefix = new_prefix if new_prefix is prefix else in_jax(new_prefix)
+    if is_jax(blocks) and new_blocks is not blocks:
+        new_blocks = in_jax(new_blocks)
+    return Result(output, new_prefix, new_blocks)
