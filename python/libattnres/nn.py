@@ -30,14 +30,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from libattnres import _two_phase_plan
 from libattnres._api import attn_res
+from libattnres._two_phase import attn_res_bank, attn_res_merge
+from libattnres._two_phase_plan import Choice
 
-__all__ = ["AttnRes", "AttnResLayer", "AttnResStack", "HandOver", "Stream"]
+__all__ = ["AttnRes", "AttnResLayer", "AttnResStack", "HandOver", "MixedBank", "Stream"]
 
+MAX_BANK_BYTES = 4 << 30
+"""What a bank pass of :class:`AttnResStack` leaves at most, by default: 24 calls of 12,000 tokens."""
 MAX_BLOCKS = 8
 """Bank rows that the operator reads at most."""
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class MixedBank(NamedTuple):
+    """The bank's share of the calls of several call sites, of which ``first_site`` is the first."""
+
+    bank: torch.Tensor
+    """``[S, M, H]``."""
+    lse: torch.Tensor
+    """``[S, M]``."""
+    first_site: int
+    is_fresh: bool
+    """Whether no other kernel lies between the bank pass and the next call."""
 
 
 class Stream(NamedTuple):
@@ -47,6 +64,9 @@ class Stream(NamedTuple):
     """``[M, H]``, running residual of the block that is open; updated in place by the next call."""
     blocks: torch.Tensor
     """``[M, R, H]``, the bank; rows of blocks that are not open yet are uninitialised."""
+    mixed: MixedBank | None = None
+    """The bank's share of the calls until its next write, whose memory the next bank pass may take; None in
+    one phase, which is right at any time."""
 
 
 class HandOver(NamedTuple):
@@ -198,6 +218,14 @@ class AttnResStack(nn.Module):
         the last layer has the weights of the call after it too.
     backend, pdl, batch_invariant
         As for :func:`libattnres.attn_res`.
+    two_phase : bool, optional
+        Whether the bank is read once for all calls until its next write, by :func:`libattnres.attn_res_bank`,
+        rather than by each of them. By default where it pays, which :meth:`explain` says.
+    bank_dtype : torch.dtype, optional
+        Of what a bank pass leaves: that of the rows by default, or ``torch.float32``.
+    max_bank_bytes : int, optional
+        What a bank pass may leave in memory; where it would be more, it serves fewer calls, and the bank is
+        read again for the rest. None for no limit.
     device, dtype
         Of the parameters, which do not require grad.
     """
@@ -215,6 +243,9 @@ class AttnResStack(nn.Module):
         backend: str | None = None,
         pdl: str = "wait",
         batch_invariant: bool | None = None,
+        two_phase: bool | None = None,
+        bank_dtype: torch.dtype | None = None,
+        max_bank_bytes: int | None = MAX_BANK_BYTES,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -233,6 +264,10 @@ class AttnResStack(nn.Module):
                 f"end_layer: expected 0 <= first_layer < end_layer <= {num_layers}, "
                 f"got {first_layer} and {end_layer}"
             )
+        if two_phase is not None and not isinstance(two_phase, bool):
+            raise TypeError(f"two_phase: expected a bool or None, got {type(two_phase).__name__}")
+        if max_bank_bytes is not None and max_bank_bytes < 1:
+            raise ValueError(f"max_bank_bytes: expected a number >= 1 or None, got {max_bank_bytes}")
         self.num_layers = num_layers
         self.hidden_size = hidden_size
         self.block_size = block_size
@@ -243,6 +278,9 @@ class AttnResStack(nn.Module):
         self.backend = backend
         self.pdl = pdl
         self.batch_invariant = batch_invariant
+        self.two_phase = two_phase
+        self.bank_dtype = bank_dtype
+        self.max_bank_bytes = max_bank_bytes
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         # By the layer's number in the whole model, as in the checkpoint.
         self.layers = nn.ModuleDict(
@@ -251,6 +289,8 @@ class AttnResStack(nn.Module):
         if self.is_last_stage:
             self.output_attn_res_norm = _Weight(hidden_size, fill=1.0, **where)
             self.output_attn_res_proj = _Weight(1, hidden_size, fill=0.0, **where)
+        self._site_weights = SiteWeights(self._norms_and_queries())
+        self.register_load_state_dict_post_hook(_tie_again)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> AttnResStack:
@@ -299,6 +339,26 @@ class AttnResStack(nn.Module):
     def num_bank_rows(self) -> int:
         """Bank rows that are written when this stage has run."""
         return self._blocks_before(self.end_layer)
+
+    def explain(self, num_tokens: int) -> dict[int, Choice]:
+        """Where calls run in two phases, and why or why not.
+
+        Parameters
+        ----------
+        num_tokens : int
+            ``M``.
+
+        Returns
+        -------
+        dict
+            By the call site after which the choice is made: ``2 l`` is the call before the attention of layer
+            ``l``, ``2 l + 1`` the one before its MLP, ``2 num_layers`` the one after the last layer. Each
+            choice holds until the next write, or the end of the stage.
+        """
+        weight = next(self.parameters())
+        first, end = 2 * self.first_layer, 2 * self.end_layer + self.is_last_stage
+        sites = [first, *(site for site in range(first + 1, end) if site % (2 * self.block_size) == 1)]
+        return {site: self._choice(site, num_tokens, weight.device, weight.dtype) for site in sites}
 
     def begin(self, hidden_states: torch.Tensor, bank: torch.Tensor | None = None) -> Stream:
         """The stream before the stage's first layer.
@@ -355,15 +415,17 @@ class AttnResStack(nn.Module):
             expected = "None before the stage's first layer" if mlp_output is not None else "a tensor"
             raise ValueError(f"mlp_output: expected {expected}, got {type(mlp_output).__name__}")
         opens_block = layer % self.block_size == 0
-        hidden = self._attn_res(
+        hidden, stream = self._attn_res(
+            2 * layer,
             stream,
             mlp_output,
             weights.self_attention_res_norm.weight,
             weights.self_attention_res_proj.weight,
             weights.input_layernorm.weight,
-            self._blocks_before(layer),
             layer // self.block_size if opens_block else -1,
         )
+        if opens_block:
+            stream = stream._replace(mixed=self._mixed_bank(2 * layer + 1, stream))
         return hidden, stream
 
     def before_mlp(
@@ -389,17 +451,16 @@ class AttnResStack(nn.Module):
         weights = self._layer(layer)
         delta: torch.Tensor | None = attention_output
         if layer % self.block_size == 0:
-            stream, delta = Stream(attention_output, stream.blocks), None
-        hidden = self._attn_res(
+            stream, delta = stream._replace(prefix=attention_output), None
+        return self._attn_res(
+            2 * layer + 1,
             stream,
             delta,
             weights.mlp_res_norm.weight,
             weights.mlp_res_proj.weight,
             weights.post_attention_layernorm.weight,
-            self._blocks_before(layer + 1),
             -1,
         )
-        return hidden, stream
 
     def finish(self, stream: Stream, mlp_output: torch.Tensor) -> torch.Tensor:
         """The hidden states after the last layer, before the model's final norm.
@@ -421,15 +482,16 @@ class AttnResStack(nn.Module):
                 f"end_layer: expected {self.num_layers} for the call after the stack, got {self.end_layer}; "
                 "use hand_over"
             )
-        return self._attn_res(
+        hidden, _ = self._attn_res(
+            2 * self.num_layers,
             stream,
             mlp_output,
             self.output_attn_res_norm.weight,
             self.output_attn_res_proj.weight,
             None,
-            self.num_bank_rows,
             -1,
         )
+        return hidden
 
     def hand_over(self, stream: Stream, mlp_output: torch.Tensor) -> HandOver:
         """What the next pipeline stage begins with: ``next_stack.begin(*hand_over)``.
@@ -572,29 +634,132 @@ class AttnResStack(nn.Module):
 
     def _attn_res(
         self,
+        site: int,
         stream: Stream,
         delta: torch.Tensor | None,
         norm_weight: torch.Tensor,
         proj_weight: torch.Tensor,
         output_norm_weight: torch.Tensor | None,
-        num_blocks: int,
         block_write_idx: int,
-    ) -> torch.Tensor:
-        return attn_res(
+    ) -> tuple[torch.Tensor, Stream]:
+        """A call in one phase, or from the bank's share of it where there is one."""
+        mixed = stream.mixed
+        if mixed is None and site == 2 * self.first_layer:
+            mixed = self._mixed_bank(site, stream)  # a stage goes on within a block
+        elif mixed is not None and site == mixed.first_site + mixed.bank.shape[0]:
+            mixed = self._mixed_bank(site, stream)  # the calls of one pass are over
+        if mixed is None:
+            hidden = attn_res(
+                stream.prefix,
+                delta,
+                stream.blocks,
+                norm_weight,
+                proj_weight.squeeze(0),
+                output_norm_weight,
+                self._blocks_before_site(site),
+                block_write_idx,
+                self.eps,
+                self.output_norm_eps,
+                backend=self.backend,
+                pdl=self.pdl,
+                batch_invariant=self.batch_invariant,
+            )
+            return hidden, stream._replace(mixed=None)
+        index = site - mixed.first_site
+        hidden = attn_res_merge(
             stream.prefix,
             delta,
-            stream.blocks,
+            mixed.bank[index],
+            mixed.lse[index],
             norm_weight,
             proj_weight.squeeze(0),
             output_norm_weight,
-            num_blocks,
+            None if block_write_idx == -1 else stream.blocks,
             block_write_idx,
             self.eps,
             self.output_norm_eps,
             backend=self.backend,
-            pdl=self.pdl,
+            # What may be read early must not come from the kernel right before.
+            pdl="wait" if mixed.is_fresh and self.pdl == "early" else self.pdl,
             batch_invariant=self.batch_invariant,
         )
+        return hidden, stream._replace(mixed=mixed._replace(is_fresh=False))
+
+    def _mixed_bank(self, site: int, stream: Stream) -> MixedBank | None:
+        """The bank's share of the calls from a site on, until the next write; None in one phase."""
+        blocks = stream.blocks
+        if not self._choice(site, blocks.shape[0], blocks.device, blocks.dtype).two_phase:
+            return None
+        num_sites = self._sites_per_pass(site, blocks.shape[0], blocks.dtype)
+        memory: dict[str, torch.Tensor] = {}
+        used = stream.mixed
+        # A compiler finds for itself what memory is free. The pass waits for the calls that read this.
+        if used is not None and not torch.compiler.is_compiling() and used.bank.shape[0] >= num_sites:
+            memory = {"bank": used.bank[:num_sites], "lse": used.lse[:num_sites]}
+        norm_weights, qk_weights = self._site_weights.of(site - 2 * self.first_layer, num_sites)
+        bank, lse = attn_res_bank(
+            blocks,
+            self._blocks_before_site(site),
+            norm_weights,
+            qk_weights,
+            self.eps,
+            **memory,
+            bank_dtype=self.bank_dtype,
+            backend=self.backend,
+            # The row that was written comes from the kernel right before.
+            pdl="wait" if self.pdl == "early" else self.pdl,
+            batch_invariant=self.batch_invariant,
+        )
+        # After a write the block's first sub-layer comes next.
+        return MixedBank(bank, lse, site, is_fresh=site % (2 * self.block_size) != 1)
+
+    def _choice(self, site: int, num_tokens: int, device: torch.device, dtype: torch.dtype) -> Choice:
+        """Whether the calls from a site on until the next write run in two phases."""
+        num_blocks, num_sites = self._blocks_before_site(site), self._sites_per_pass(site, num_tokens, dtype)
+        if num_blocks < 1:
+            return Choice(False, "no bank row is read")
+        if self.two_phase is not None:
+            return Choice(self.two_phase, f"two_phase={self.two_phase} was asked for")
+        return _two_phase_plan.choose(
+            num_blocks,
+            num_tokens,
+            num_sites,
+            self.hidden_size,
+            device,
+            dtype,
+            self.backend,
+            self.batch_invariant,
+        )
+
+    def _blocks_before_site(self, site: int) -> int:
+        """Bank rows that the call at a site reads: site 2 l comes before the attention of layer l."""
+        return self._blocks_before((site + 1) // 2)
+
+    def _sites_until_write(self, site: int) -> int:
+        """Calls of this stage that read the same rows, from a site on; the next that writes is the last."""
+        last = 2 * self.num_layers if self.is_last_stage else 2 * self.end_layer - 1
+        return min(2 * self.block_size * self._blocks_before_site(site), last) + 1 - site
+
+    def _sites_per_pass(self, site: int, num_tokens: int, dtype: torch.dtype) -> int:
+        """How many of them the next bank pass serves."""
+        return _two_phase_plan.sites_per_pass(
+            self._sites_until_write(site),
+            num_tokens,
+            self.hidden_size,
+            (dtype if self.bank_dtype is None else self.bank_dtype).itemsize,
+            self.max_bank_bytes,
+        )
+
+    def _norms_and_queries(self) -> list[tuple[_Weight, _Weight]]:
+        """Of every call site, in order."""
+        pairs = []
+        for layer in self.layer_range:
+            weights = self._layer(layer)
+            pairs.append((weights.self_attention_res_norm, weights.self_attention_res_proj))
+            pairs.append((weights.mlp_res_norm, weights.mlp_res_proj))
+        if self.is_last_stage:
+            pairs.append((self.output_attn_res_norm, self.output_attn_res_proj))
+        return pairs
 
 
 _CHECKPOINT_NAME = re.compile(
@@ -602,6 +767,74 @@ _CHECKPOINT_NAME = re.compile(
     r"(?P<name>(?:layers\.\d+\.(?:(?:self_attention|mlp)_res_(?:norm|proj)"
     r"|input_layernorm|post_attention_layernorm)|output_attn_res_(?:norm|proj))\.weight)"
 )
+
+
+class SiteWeights:
+    """The weights of call sites as one tensor for norms and one for queries, without a second copy of them.
+
+    The parameters become views of these tensors, so that they may be changed in place, as loading a state
+    dict does, and a CUDA graph sees it. Whatever gives them other memory, such as a move to another device,
+    undoes that; the next use does it again.
+    """
+
+    def __init__(self, pairs: list[tuple[_Weight, _Weight]]) -> None:
+        self.pairs = pairs
+        self.norms: torch.Tensor | None = None
+        self.queries: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose parameters have memory of their own."""
+        return {"pairs": self.pairs, "norms": None, "queries": None}
+
+    def of(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[count, H]`` each, from one site on."""
+        if self.are_tied():
+            assert self.norms is not None
+            assert self.queries is not None
+            return self.norms[first : first + count], self.queries[first : first + count]
+        pairs = self.pairs[first : first + count]
+        norms, queries = zip(*((norm.weight, query.weight.squeeze(0)) for norm, query in pairs), strict=True)
+        return torch.stack(norms), torch.stack(queries)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def are_tied(self) -> bool:
+        """Whether every parameter is such a view; makes it one where that may be done."""
+        weights: list[tuple[Any, Any]] = [
+            (norm._parameters["weight"], query._parameters["weight"]) for norm, query in self.pairs
+        ]
+        flat = [weight for pair in weights for weight in pair]
+        if any(type(weight) is not nn.Parameter or weight.is_meta for weight in flat):
+            return False
+        if self._are_views(weights):
+            return True
+        if len({(weight.dtype, weight.device) for weight in flat}) > 1:
+            return False
+        if flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # the views would lie in the graph's memory
+        with torch.inference_mode(False), torch.no_grad():
+            self.norms = torch.stack([norm.detach() for norm, _ in weights])
+            self.queries = torch.cat([query.detach() for _, query in weights])
+            for index, (norm, query) in enumerate(weights):
+                norm.data = self.norms[index]
+                query.data = self.queries[index : index + 1]
+        return True
+
+    def _are_views(self, weights: list[tuple[Any, Any]]) -> bool:
+        if self.norms is None or self.queries is None:
+            return False
+        size = self.norms.stride(0) * self.norms.element_size()
+        norms, queries = self.norms.data_ptr(), self.queries.data_ptr()
+        return all(
+            norm.data_ptr() == norms + index * size and query.data_ptr() == queries + index * size
+            for index, (norm, query) in enumerate(weights)
+        )
+
+
+def _tie_again(stack: Any, keys: Any) -> None:
+    """After a state dict was loaded, which may have replaced parameters that a compiled graph reads."""
+    del keys
+    if stack._site_weights.norms is not None:
+        stack._site_weights.are_tied()
 
 
 class _Weight(nn.Module):

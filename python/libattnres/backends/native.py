@@ -12,7 +12,16 @@ from libattnres._call import Call, Plan
 from libattnres._records import PlanInfo
 from libattnres._two_phase_call import BankCall, MergeCall
 
-__all__ = ["bank", "device_reason", "forward", "merge", "plan", "unsupported", "unsupported_phase"]
+__all__ = [
+    "bank",
+    "device_reason",
+    "forward",
+    "hidden_sizes",
+    "merge",
+    "plan",
+    "unsupported",
+    "unsupported_phase",
+]
 
 _ALIGNMENT = 16  # bytes, of bulk copies
 
@@ -44,6 +53,11 @@ def _instances() -> frozenset[tuple[int, int, int]]:
     )
 
 
+def hidden_sizes() -> frozenset[int]:
+    """The compiled H."""
+    return frozenset(hidden_size for hidden_size, _, _ in _instances())
+
+
 def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> str | None:
     """Why this backend cannot serve such a call here, or None.
 
@@ -62,7 +76,7 @@ def unsupported(prefix: torch.Tensor, blocks: torch.Tensor, num_blocks: int) -> 
     prefixes_per_row = num_tokens // num_bank_tokens if num_bank_tokens > 0 and num_tokens > 0 else 1
     instances = _instances()
     if (hidden_size, num_blocks + 1, prefixes_per_row) not in instances:
-        sizes = sorted({entry[0] for entry in instances})
+        sizes = sorted(hidden_sizes())
         shared = sorted({entry[2] for entry in instances})
         return (
             f"native is compiled for H in {sizes}, num_blocks in 0..8 and B in {shared}, "
