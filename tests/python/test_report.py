@@ -67,6 +67,8 @@ def document() -> dict[str, Any]:
             "rows": [
                 {**walk_row, "name": "native early", "median_us": 800.0, "net_us": 500.0},
                 {**walk_row, "name": "triton early", "median_us": 1500.0, "net_us": 1200.0},
+                {**walk_row, "name": "native early two-phase", "median_us": 700.0, "net_us": 400.0}
+                | {"two_phase": "on", "bank_passes": 8, "one_phase_ratio": 1.25},
             ],
             "groups": [
                 {
@@ -81,6 +83,10 @@ def document() -> dict[str, Any]:
             ],
         },
         "targets": goals,
+        "two_phase": [
+            {"phase": "merge", "tokens": 1024, "num_blocks": None, "sites": None, "name": "native early"}
+            | {"median_us": 19.5, "gb_per_s": 3765.2, "floor_ratio": 1.05}
+        ],
     }
 
 
@@ -118,6 +124,8 @@ def document() -> dict[str, Any]:
                 "| 1 | graph | triton early | 1500 | 300 | 1200 | 1 |",
             ],
         ),
+        ("walk-two-phase", ["| 1 | graph | native early two-phase | 8 | 400 | 1.25 |"]),
+        ("two-phase", ["| merge | 1024 |  |  | native early | 19.5 | 3765 | 1.05 |"]),
         ("walk-shares", ["| 1 | native early | 8 | delta | 16 | 2.5 | 8 |"]),
         (
             "goals",

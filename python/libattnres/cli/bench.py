@@ -14,7 +14,7 @@ import torch
 
 import libattnres
 from libattnres import timing
-from libattnres.cli import metadata, targets, walk
+from libattnres.cli import metadata, phases, targets, walk
 from libattnres.cli import report as tables
 from libattnres.cli.call_cost import cpu_times
 from libattnres.cli.competitors import COMPETITORS, Prepared
@@ -79,6 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=[competitor.name for competitor in COMPETITORS],
         help="other packages; default: those that are installed, torch.compile only when named",
+    )
+    parser.add_argument(
+        "--two-phase",
+        action="store_true",
+        help="instead of whole calls: a bank pass and a merge, each beside what moves the same bytes",
+    )
+    parser.add_argument(
+        "--sites",
+        type=int,
+        nargs="+",
+        metavar="S",
+        help="calls that a bank pass serves, with --two-phase (default 24)",
     )
     parser.add_argument("--sm-side", action="store_true", help="time on the SM's side: bank rows in L2")
     parser.add_argument("--cpu", action="store_true", help="time of a call on the CPU")
@@ -232,6 +244,40 @@ class Bench:
         return rows
 
 
+def measure_phases(bench: Bench) -> list[dict[str, Any]]:
+    """Rows of ``--two-phase``; failures and skips are the bench's."""
+    args = bench.args
+    measure = phases.Measure(
+        bench.device,
+        bench.cache_bytes,
+        bench.copy_gb_per_s,
+        lambda work: bench.time(work, args.mode),
+        args.mode == "cold",
+        args.seed,
+    )
+    backends = dict.fromkeys(one.backend for one in bench.contenders if one.backend in BACKENDS)
+    who = phases.contenders(bench.device, list(backends), args.pdl)
+    work: list[tuple[int, int, int] | tuple[int]] = []
+    for tokens in args.tokens or DEFAULT_TOKENS[bench.kind]:
+        work.append((tokens,))
+        for num_blocks in args.blocks or (phases.DEFAULT_BLOCKS,):
+            work += [(tokens, num_blocks, sites) for sites in args.sites or (phases.DEFAULT_SITES,)]
+    rows = []
+    for sizes in bench.console.progress(work, len(work), "measuring"):
+        try:
+            if len(sizes) == 1:
+                measured = phases.measure_merge(measure, *sizes, who)
+            else:
+                measured = phases.measure_bank(measure, *sizes, who)
+        except RuntimeError as error:  # out of memory, or a CUDA error: keep what there is
+            bench.failures.append(f"two phases, {sizes}: {type(error).__name__}: {error}")
+            continue
+        rows += measured[0]
+        bench.failures += measured[1]
+        bench.skipped += [line for line in measured[2] if line not in bench.skipped]
+    return rows
+
+
 def chosen_shapes(args: argparse.Namespace, kind: str) -> list[Shape]:
     """Tokens x blocks, with the variants where they are asked for."""
     tokens = args.tokens or (targets.TOKENS if args.targets else DEFAULT_TOKENS[kind])
@@ -271,9 +317,21 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
             raise ValueError("--sm-side, --cpu, --targets: expected a CUDA device, got none")
         if args.targets and args.mode != "cold":
             raise ValueError(f"--targets: expected --mode cold, which they are about, got {args.mode}")
+        if args.two_phase and (args.targets or args.sm_side or args.cpu or args.variants or args.kernels):
+            raise ValueError("--two-phase: expected none of --targets --sm-side --cpu --variants --kernels")
+        if args.sites is not None and not args.two_phase:
+            raise ValueError("--sites: expected --two-phase with it, got none")
+        for sites in args.sites or ():
+            if not 1 <= sites <= 1024:
+                raise ValueError(f"--sites: expected numbers from 1 to 1024, got {sites}")
+        if args.two_phase and any(not 1 <= blocks <= 8 for blocks in args.blocks or ()):
+            raise ValueError(
+                f"--blocks: expected numbers from 1 to 8 with --two-phase, got {min(args.blocks)}"
+            )
         announce(bench)
         shapes = chosen_shapes(args, bench.kind)
-        bench.run(shapes)
+        if not args.two_phase:
+            bench.run(shapes)
         results: dict[str, Any] = {
             "device": str(bench.device),
             "gpu": bench.state,
@@ -284,6 +342,8 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
             "environment": metadata.environment(),
             "rows": bench.rows,
         }
+        if args.two_phase:
+            results["two_phase"] = measure_phases(bench)
         measured = {contender.backend for contender in bench.contenders}
         if args.sm_side or args.targets:
             results["sm_side"] = bench.sm_side()
@@ -332,6 +392,12 @@ def label(shape: Shape) -> str:
 def report(console: Console, results: dict[str, Any]) -> None:
     """Print every table that the results have something for."""
     rows = results["rows"]
+    if "two_phase" in results:
+        console.table(
+            f"two phases, microseconds per launch, {results['mode']} L2", *phases.table(results["two_phase"])
+        )
+        report_problems(console, results, len(results["two_phase"]))
+        return
     console.table(
         f"microseconds per launch, {results['mode']} L2",
         (
@@ -384,10 +450,15 @@ def report(console: Console, results: dict[str, Any]) -> None:
     if results.get("targets"):
         goals = [targets.GoalResult.from_dict(goal) for goal in results["targets"]]
         console.table("goals", *targets.table(goals))
+    report_problems(console, results, len(rows))
+
+
+def report_problems(console: Console, results: dict[str, Any], count: int) -> None:
+    """What was not measured, what was not right, and how much was."""
     for line in results["skipped"]:
         console.line(f"not measured: {line}")
     for line in results["notes"]:
         console.line(f"note: {line}")
     for line in results["failures"]:
         console.line(f"WRONG: {line}")
-    console.line(f"{len(rows)} measurements in {results['seconds']:.0f} s")
+    console.line(f"{count} measurements in {results['seconds']:.0f} s")

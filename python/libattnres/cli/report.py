@@ -325,6 +325,21 @@ def walk(document: Document) -> str:
     return markdown(["tokens", "mode", "what", "total us", "producers us", "net us", "slowest / this"], lines)
 
 
+def walk_two_phase(document: Document) -> str:
+    """A step in two phases beside the same in one, of the same run."""
+    rows = [row for row in walk_part(document).get("rows", ()) if row.get("one_phase_ratio") is not None]
+    columns = ["tokens", "mode", "what", "bank passes", "net us", "one phase / this"]
+    names = ("tokens", "mode", "name", "bank_passes", "net_us", "one_phase_ratio")
+    return markdown(columns, [[row[name] for name in names] for row in rows])
+
+
+def two_phase(document: Document) -> str:
+    """A bank pass and a merge beside their floors."""
+    columns = ["phase", "tokens", "blocks", "sites", "what", "us", "GB/s", "/ floor"]
+    names = ("phase", "tokens", "num_blocks", "sites", "name", "median_us", "gb_per_s", "floor_ratio")
+    return markdown(columns, [[row[name] for name in names] for row in document.get("two_phase", ())])
+
+
 def walk_shares(document: Document) -> str:
     """Where the time of a step goes."""
     return markdown(
@@ -360,5 +375,7 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "sm-side": sm_side,
     "cpu": cpu,
     "walk": walk,
+    "walk-two-phase": walk_two_phase,
+    "two-phase": two_phase,
     "walk-shares": walk_shares,
 }

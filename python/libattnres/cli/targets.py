@@ -82,6 +82,8 @@ SM_SIDE_BOUNDS_US = {8: 3.0, 4: 2.1}
 """Per token and SM, with the bank rows in L2, by the kernel that is best at it."""
 WALK_BOUNDS = {1: 2.2, 16: 2.0, 128: 1.6, 8192: 1.38}
 """Triton / ours, net of the producers, by tokens."""
+TWO_PHASE_WALK_BOUNDS = {1: 1.1, 16: 1.1, 1024: 1.2, 8192: 1.28}
+"""Native in one phase / in two, net of the producers, by tokens."""
 CPU_BOUNDS_US = {"eager call": 6.0, "C call": 1.5}
 HOST_WALK_TOKENS = 16
 HOST_WALK_BOUND = 3.0
@@ -254,6 +256,16 @@ def check_walk(rows: Sequence[Row]) -> list[GoalResult]:
         at = [row for row in graph if row["tokens"] == tokens]
         values = ratio_of_best(at, "triton", "native")
         results.append(worst(f"walk, T = {tokens}", "Triton / native, net", bound, values, False))
+    two_phase = [row for row in graph if row["backend"] == "native" and phases_of(row) != "off"]
+    for tokens, bound in TWO_PHASE_WALK_BOUNDS.items() if two_phase else ():
+        # Of the best row of each, which is what a user compares.
+        both = [row for row in graph if row["backend"] == "native" and row["tokens"] == tokens]
+        one, two = (
+            min((row["net_us"] for row in both if (phases_of(row) == "off") is is_one), default=None)
+            for is_one in (True, False)
+        )
+        values = [(one / two, "")] if one is not None and two is not None and two > 0 else []
+        results.append(worst(f"two phases, T = {tokens}", "one phase / two, net", bound, values, False))
     if wall:
         values = ratio_of_best(wall, "torch", "host")
         results.append(
@@ -268,10 +280,18 @@ def check_walk(rows: Sequence[Row]) -> list[GoalResult]:
     return results
 
 
+def phases_of(row: Row) -> str:
+    """``off``, ``on`` or ``auto``; results from before there were two phases do not say."""
+    return str(row.get("two_phase", "off"))
+
+
 def ratio_of_best(rows: Sequence[Row], slower: str, faster: str) -> list[tuple[float, str]]:
-    """Net time of the best row of one backend over that of another."""
+    """Net time of the best row of one backend over that of another, in one phase."""
     net = {
-        name: min((row["net_us"] for row in rows if row["backend"] == name), default=None)
+        name: min(
+            (row["net_us"] for row in rows if row["backend"] == name and phases_of(row) == "off"),
+            default=None,
+        )
         for name in (slower, faster)
     }
     above, below = net[slower], net[faster]

@@ -28,6 +28,8 @@ from libattnres.timing import Launch, Timing
 HELP = "time of the 187 calls of one model step, with producer kernels between, per backend"
 
 DEFAULT_TOKENS = {"cuda": (1, 16, 128, 1024, 8192), "cpu": (16,)}
+PHASES = {False: "off", True: "on", None: "auto"}
+"""Options of ``--two-phase``."""
 SHARE_US = 300.0
 """What a graph of one group's calls should last at least."""
 
@@ -49,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("off", "wait", "early"),
         default=["early", "wait"],
         help="programmatic dependent launch, one row each (default: early wait)",
+    )
+    parser.add_argument(
+        "--two-phase",
+        choices=tuple(PHASES.values()),
+        default="off",
+        help="one row more for each of those: after every bank write one pass over the bank for all calls "
+        "until the next, or only where it pays (default: off)",
     )
     parser.add_argument("--eager", action="store_true", help="also without a graph, on the host's clock")
     parser.add_argument("--no-shares", action="store_true", help="leave out the share of each call site")
@@ -95,10 +104,13 @@ def measure_tokens(
                 rel_l2, errors = walk.check(implementation)
                 results["failures"] += errors
             total, p20, p80 = steps_of(walk.launches(implementation))
+            moved = walk.rows_moved(implementation)
             row = {
                 "name": implementation.name,
                 "backend": implementation.backend,
                 "pdl": implementation.pdl,
+                "two_phase": PHASES[implementation.two_phase],
+                "bank_passes": len(walk.passes(implementation)),
                 "tokens": walk.num_tokens,
                 "mode": mode,
                 "steps_per_sample": walk.num_steps,
@@ -108,9 +120,13 @@ def measure_tokens(
                 "p80_us": p80,
                 "producers_us": producers,
                 "net_us": total - producers,
-                "bytes": sum(call.rows_moved for call in walk.calls) * 2 * HIDDEN_SIZE * walk.num_tokens,
+                "bytes": moved * 2 * HIDDEN_SIZE * walk.num_tokens,
                 "worst_rel_l2": rel_l2,
             }
+            alone = [other for other in results["rows"] if is_in_one_phase(other, row)]
+            # Of the two in this run; None in one phase.
+            net, above = total - producers, alone[0]["net_us"] if alone else 0.0
+            row["one_phase_ratio"] = above / net if above > 0 and net > 0 else None
             results["rows"].append(row)
             if not shares:
                 continue
@@ -123,6 +139,10 @@ def measure_tokens(
                     )
                 whole = steps_of(walk.launches(implementation, indices) * repeats, 0.1)[0] / repeats
                 measured.append((group, len(indices), max(0.0, whole - group_producers[group])))
+            for group, passes in walk.pass_launches(implementation).items():
+                count = len(passes) // walk.num_steps
+                repeats = max(1, math.ceil(SHARE_US / (2 * len(passes))))
+                measured.append((group, count, steps_of(passes * repeats, 0.1)[0] / repeats))
             results["groups"] += group_rows(walk, implementation, mode, measured)
         except libattnres.UnsupportedError as error:
             results["skipped"].append(f"{implementation.name}, {walk.num_tokens} tokens: {error}")
@@ -130,6 +150,16 @@ def measure_tokens(
             results["failures"].append(
                 f"{implementation.name}, {walk.num_tokens} tokens: {type(error).__name__}: {error}"
             )
+
+
+def is_in_one_phase(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a row is in one phase what another is in two."""
+    names = ("backend", "pdl", "tokens", "mode")
+    return (
+        row["two_phase"] == "off"
+        and other["two_phase"] != "off"
+        and all(row[name] == other[name] for name in names)
+    )
 
 
 def group_rows(
@@ -142,6 +172,7 @@ def group_rows(
             "name": implementation.name,
             "backend": implementation.backend,
             "pdl": implementation.pdl,
+            "two_phase": PHASES[implementation.two_phase],
             "tokens": walk.num_tokens,
             "mode": mode,
             "num_blocks": group.num_blocks,
@@ -164,6 +195,7 @@ def measure_graphs(
     *,
     shares: bool = True,
     eager: bool = False,
+    two_phase: str = "off",
     seed: int = 0,
 ) -> dict[str, Any]:
     """Walk at each number of tokens: in a CUDA graph on a GPU, in a plain loop on the CPU."""
@@ -171,7 +203,10 @@ def measure_graphs(
     implementations = []
     for backend in backends:
         modes = pdl if backend in ("native", "triton") else (None,)
-        implementations += [Implementation(backend, mode) for mode in modes]
+        for mode in modes:
+            implementations.append(Implementation(backend, mode))
+            if two_phase != "off":
+                implementations.append(Implementation(backend, mode, {"on": True, "auto": None}[two_phase]))
     cache_bytes = metadata.gpu_state(device)["l2_bytes"] if timing.is_gpu(device) else CPU_CACHE_BYTES
     for num_tokens in console.progress(tokens, len(tokens), "walking"):
         try:
@@ -229,6 +264,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
             console,
             shares=not args.no_shares,
             eager=args.eager,
+            two_phase=args.two_phase,
             seed=args.seed,
         )
         results["threads"] = torch.get_num_threads()
@@ -253,7 +289,19 @@ def report(console: Console, results: dict[str, Any]) -> None:
     """Totals per backend, then the shares of the call sites."""
     console.table(
         f"one step of {len(walk_calls())} calls, microseconds",
-        ("tokens", "mode", "what", "total", "p20", "p80", "producers", "net", "GB/s net", "slowest / this"),
+        (
+            "tokens",
+            "mode",
+            "what",
+            "total",
+            "p20",
+            "p80",
+            "producers",
+            "net",
+            "GB/s net",
+            "slowest / this",
+            "one phase / this",
+        ),
         [
             (
                 row["tokens"],
@@ -266,6 +314,7 @@ def report(console: Console, results: dict[str, Any]) -> None:
                 round(row["net_us"], 1),
                 round(row["bytes"] / row["net_us"] / 1e3) if row["net_us"] > 0 else None,
                 slowest(results["rows"], row) / row["net_us"] if row["net_us"] > 0 else None,
+                row["one_phase_ratio"],
             )
             for row in results["rows"]
         ],

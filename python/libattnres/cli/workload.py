@@ -151,8 +151,9 @@ class Buffers:
 class Judge:
     """What one set of arguments must become, by the float64 reference, for any number of runs on it."""
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, arguments: tuple[Any, ...], tolerance: reference.Tolerance | None = None) -> None:
         self._arguments = arguments
+        self._tolerance = tolerance
         self._prefix = arguments[0].clone()
         self._expected = reference.attn_res(*arguments)
 
@@ -174,7 +175,7 @@ class Judge:
         """
         run()
         output, prefix, blocks = result()
-        comparison = reference.compare(output, self._expected.output)
+        comparison = reference.compare(output, self._expected.output, tolerance=self._tolerance)
         errors = []
         if not comparison.ok:
             errors.append(
