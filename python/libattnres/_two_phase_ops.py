@@ -24,7 +24,7 @@ import torch
 from libattnres import _two_phase_call
 from libattnres._call import check_batch_invariant, check_pdl, check_type, checked_epsilon, checked_index
 from libattnres._dispatch import check_backend, requested_backend
-from libattnres._ops import hand_over, register, same_memory
+from libattnres._ops import any_dtensor, hand_over, register, same_memory
 from libattnres._two_phase_call import check_bank_without_memory, check_merge_without_memory
 
 __all__ = ["OPS", "attn_res_bank", "attn_res_merge"]
@@ -64,6 +64,13 @@ OPS = tuple(SCHEMAS)
 """Names under ``torch.ops.libattnres``."""
 
 
+def check_tensor_type(name: str, tensor: Any) -> None:
+    """Whether it is a tensor, and of a kind that both phases take."""
+    check_type(name, tensor)
+    if any_dtensor(tensor):
+        raise TypeError(f"{name}: expected a tensor of one process, got a DTensor, which attn_res takes")
+
+
 def check_common(backend: str | None, pdl: str, batch_invariant: bool | None) -> None:
     """Judged in the words of the Python functions: the dispatcher has its own."""
     check_pdl(pdl)
@@ -88,7 +95,7 @@ def attn_res_bank(
     tensors = {"blocks": blocks, "norm_weights": norm_weights, "qk_weights": qk_weights}
     for name, tensor in (*tensors.items(), ("bank", bank), ("lse", lse)):
         if tensor is not None or name in tensors:
-            check_type(name, tensor)
+            check_tensor_type(name, tensor)
     num_blocks = checked_index("num_blocks", num_blocks)
     eps = checked_epsilon("eps", eps)
     if bank_dtype is not None:
@@ -141,7 +148,7 @@ def attn_res_merge(
         ("out", out),
     ):
         if tensor is not None or name in ("prefix", "bank", "lse", "norm_weight", "qk_weight"):
-            check_type(name, tensor)
+            check_tensor_type(name, tensor)
     block_write_idx = checked_index("block_write_idx", block_write_idx)
     eps = checked_epsilon("eps", eps)
     output_norm_eps = checked_epsilon("output_norm_eps", output_norm_eps)

@@ -32,6 +32,7 @@ from torch import nn
 
 from libattnres import _two_phase_plan
 from libattnres._api import attn_res
+from libattnres._ops import any_dtensor
 from libattnres._two_phase import attn_res_bank, attn_res_merge
 from libattnres._two_phase_plan import Choice
 
@@ -220,7 +221,8 @@ class AttnResStack(nn.Module):
         As for :func:`libattnres.attn_res`.
     two_phase : bool, optional
         Whether the bank is read once for all calls until its next write, by :func:`libattnres.attn_res_bank`,
-        rather than by each of them. By default where it pays, which :meth:`explain` says.
+        rather than by each of them. By default where it pays, which :meth:`explain` says. DTensors always run
+        in one phase.
     bank_dtype : torch.dtype, optional
         Of what a bank pass leaves: that of the rows by default, or ``torch.float32``.
     max_bank_bytes : int, optional
@@ -688,6 +690,8 @@ class AttnResStack(nn.Module):
     def _mixed_bank(self, site: int, stream: Stream) -> MixedBank | None:
         """The bank's share of the calls from a site on, until the next write; None in one phase."""
         blocks = stream.blocks
+        if any_dtensor(blocks):
+            return None
         if not self._choice(site, blocks.shape[0], blocks.device, blocks.dtype).two_phase:
             return None
         num_sites = self._sites_per_pass(site, blocks.shape[0], blocks.dtype)

@@ -292,6 +292,22 @@ def a_stack_of_dtensors_equals_one_process(rank: int) -> None:
         output = make_stack()(shard(embeddings, Shard(0)), halved, halved)
         assert output.placements == (Shard(0),)
         assert_same(output.full_tensor(), expected)
+        stack = make_stack()
+        stack.two_phase = True
+        assert_same(stack(shard(embeddings, Shard(0)), halved, halved).full_tensor(), expected)
+
+
+@check
+def two_phases_refuse_dtensors_by_name(rank: int) -> None:
+    prefix, delta, blocks, norm_weight, qk_weight, _ = case(4)
+    bank, lse = libattnres.attn_res_bank(blocks, 2, norm_weight[None], qk_weight[None])
+    sharded = shard(blocks, Shard(0))
+    with pytest.raises(TypeError, match=r"^blocks: expected a tensor of one process, got a DTensor"):
+        libattnres.attn_res_bank(sharded, 2, norm_weight[None], qk_weight[None])
+    with pytest.raises(TypeError, match=r"^delta: expected a tensor of one process, got a DTensor"):
+        libattnres.attn_res_merge(
+            prefix, shard(delta, Shard(0)), bank[0], lse[0], norm_weight, qk_weight, None
+        )
 
 
 @check
