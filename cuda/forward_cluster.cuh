@@ -31,12 +31,16 @@ namespace attnres {
 template <int H, int N, int CLUSTER, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
 struct ClusterTraits {
   using Policy = ClusterPolicy<H, N, CLUSTER>;
+  using Params = ForwardParams;
+  static constexpr bool kPremixed =
+      false;  // `mixed` is given, not made of bank rows: merge_cluster.cuh
   static constexpr int kHidden = H;
   static constexpr int kCluster = CLUSTER;
   static constexpr bool kHasOutputNorm = HAS_OUTPUT_NORM;
   static constexpr bool kStaticCommonPath = STATIC_COMMON_PATH;
 
   static constexpr int kBankRows = N - 1;
+  static constexpr int kBankVectors = kBankRows > 0 ? kBankRows : 1;  // of a thread
   static constexpr int kColumns = H / CLUSTER;
   static constexpr int kBlockSize = kColumns / Policy::kElementsPerThread;
   static constexpr int kWarps = kBlockSize / 32;
@@ -72,7 +76,7 @@ struct alignas(128) ClusterSharedStorage {
 template <typename T>
 class ClusterThread {
  public:
-  __device__ __forceinline__ ClusterThread(const ForwardParams& params,
+  __device__ __forceinline__ ClusterThread(const typename T::Params& params,
                                            ClusterSharedStorage<T>& storage)
       : params_(params),
         storage_(storage),
@@ -111,6 +115,21 @@ class ClusterThread {
   }
 
   __device__ __forceinline__ void load_bank() {
+    if constexpr (T::kPremixed) {
+      const int64_t element = token_ * params_.bank_stride + column_;
+      if constexpr (T::kFloatBank) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bank_[half] =
+              ptx::load_global(static_cast<const float*>(params_.bank) + element + half * 4);
+        }
+      } else {
+        bank_[0] = ptx::load_global(bf16(params_.bank) + element);
+      }
+      max_ = __fmul_rn(params_.lse[token_], kLog2E);
+      sum_ = 1.0f;
+      return;
+    }
     const auto* bank = bf16(params_.blocks) + token_ * params_.blocks_token_stride + column_;
 #pragma unroll
     for (int row = 0; row < T::kBankRows; ++row) {
@@ -127,7 +146,15 @@ class ClusterThread {
 
   // Bank exchange: the weighted sum of the bank rows.
   __device__ __forceinline__ void mix_bank() {
-    if constexpr (T::kBankRows > 0) {
+    if constexpr (T::kPremixed) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mixed_[i] = T::kFloatBank ? make_float2(__uint_as_float(word(bank_[i / 2], i % 2 * 2)),
+                                                __uint_as_float(word(bank_[i / 2], i % 2 * 2 + 1)))
+                                  : unpack(word(bank_[0], i));
+      }
+      ptx::cluster_wait();
+    } else if constexpr (T::kBankRows > 0) {
       float sums[T::kBankSums];
 #pragma unroll
       for (int row = 0; row < T::kBankRows; ++row) {
@@ -352,12 +379,12 @@ class ClusterThread {
     return sum_of_senders<1>(ptx::shared_address(storage_.exact_squares), 0);
   }
 
-  const ForwardParams& params_;
+  const typename T::Params& params_;
   ClusterSharedStorage<T>& storage_;
   const uint32_t rank_, lane_, warp_;
   const int64_t token_;
   const int column_;
-  uint4 bank_[T::kBankRows > 0 ? T::kBankRows : 1];
+  uint4 bank_[T::kBankVectors];
   uint4 prefix_ = make_uint4(0, 0, 0, 0), delta_ = make_uint4(0, 0, 0, 0);
   uint4 output_weight_ = make_uint4(0, 0, 0, 0);
   float2 query_[4] = {};

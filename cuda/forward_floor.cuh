@@ -68,11 +68,6 @@ __global__ void __launch_bounds__(kFloorBlockSize)
 }
 
 template <int H, int N>
-const void* FloorInstance<H, N>::function() {
-  return reinterpret_cast<const void*>(&floor_kernel<H, N>);
-}
-
-template <int H, int N>
 cudaError_t FloorInstance<H, N>::launch(const ForwardParams& params, int prefixes,
                                         bool programmatic, cudaStream_t stream) {
   cudaLaunchAttribute attribute{};

@@ -41,6 +41,9 @@ namespace attnres {
 template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>
 struct RingTraits {
   using Policy = RingPolicy<H, N, NC, B>;
+  using Params = ForwardParams;
+  // Whether `mixed` is given instead of made of bank rows, and given in bfloat16: merge_ring.cuh.
+  static constexpr bool kPremixed = false, kPacksMixed = false;
   static constexpr int kHidden = H;
   static constexpr int kRowsPerStage = NC;
   static constexpr int kPrefixes = B;
@@ -180,7 +183,7 @@ __device__ __forceinline__ void initialise_barriers(const RingAddresses<T>& shar
 
 // The producer thread: every row of every entry of this block, in ring order.
 template <typename T>
-__device__ __forceinline__ void produce_rows(const ForwardParams& params,
+__device__ __forceinline__ void produce_rows(const typename T::Params& params,
                                              const RingAddresses<T>& shared) {
   const bool has_delta = T::kStaticCommonPath || params.delta != nullptr;
   const auto* blocks = static_cast<const __nv_bfloat16*>(params.blocks);
@@ -208,9 +211,18 @@ __device__ __forceinline__ void produce_rows(const ForwardParams& params,
   }
   const int32_t entries = params.num_tokens / T::kPrefixes;
   for (int32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
-    const auto* bank = blocks + int64_t{entry} * params.blocks_token_stride;
+    if constexpr (T::kPremixed) {
+      const auto* mixed = static_cast<const unsigned char*>(params.bank) +
+                          entry * params.bank_stride * T::kMixedElementBytes;
+#pragma unroll
+      for (int slot = 0; slot < T::kMixedSlots; ++slot) {
+        copy_row(reinterpret_cast<const __nv_bfloat16*>(mixed + slot * T::kRowBytes));
+      }
+    } else {
+      const auto* bank = blocks + int64_t{entry} * params.blocks_token_stride;
 #pragma unroll 1
-    for (int row = 0; row < T::kBankRows; ++row) copy_row(bank + row * params.blocks_row_stride);
+      for (int row = 0; row < T::kBankRows; ++row) copy_row(bank + row * params.blocks_row_stride);
+    }
     if (must_wait) {
       ptx::griddepcontrol_wait();
       must_wait = false;
@@ -231,7 +243,7 @@ __device__ __forceinline__ void produce_rows(const ForwardParams& params,
 template <typename T>
 class RingConsumer {
  public:
-  __device__ __forceinline__ RingConsumer(const ForwardParams& params,
+  __device__ __forceinline__ RingConsumer(const typename T::Params& params,
                                           const RingAddresses<T>& shared)
       : params_(params),
         shared_(shared),
@@ -262,7 +274,11 @@ class RingConsumer {
     uint4 prefix_rows[T::kPrefixes][T::kVectors];
     int32_t unfinished = -1;  // the entry whose prefix sums are published and not yet settled
     for (int32_t entry = blockIdx.x; entry < entries; entry += gridDim.x) {
-      mix_bank<0>(prefix_rows, unfinished);
+      if constexpr (T::kPremixed) {
+        take_mixed(entry);
+      } else {
+        mix_bank<0>(prefix_rows, unfinished);
+      }
       take_prefixes(entry, prefix_rows);
       unfinished = entry;
       if constexpr (!kDefersOutput) {
@@ -277,7 +293,7 @@ class RingConsumer {
   }
 
  private:
-  static constexpr bool kDefersOutput = T::Policy::kDefersOutput && T::kChunks > 0;
+  static constexpr bool kDefersOutput = T::Policy::kDefersOutput && T::kChunks > 0 && !T::kPremixed;
 
   template <int CHUNK>
   static constexpr int kRowsOf =
@@ -343,6 +359,40 @@ class RingConsumer {
   }
 
   // --- phases ------------------------------------------------------------------------------------
+
+  // Takes the entry's weighted mean, whose weight in the softmax is exp(lse).
+  __device__ __forceinline__ void take_mixed(int32_t entry) {
+    const RingCursor first = cursor_;
+    if constexpr (T::kPacksMixed) {
+      take_row(packed_mixed_);
+    } else {
+      constexpr int kQuads = T::kVectors * 2 / T::kMixedSlots;  // of a thread in a slot
+#pragma unroll
+      for (int slot = 0; slot < T::kMixedSlots; ++slot) {
+        ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+          const uint32_t quad = (i / 2 * T::kConsumers + threadIdx.x) * 2 + i % 2;
+          const float4 four = ptx::load_shared_float4(shared_.row(cursor_.slot) + quad * 16);
+          mixed_[(slot * kQuads + i) * 2] = make_float2(four.x, four.y);
+          mixed_[(slot * kQuads + i) * 2 + 1] = make_float2(four.z, four.w);
+        }
+        cursor_.advance(params_.ring_rows);
+      }
+    }
+    release_rows(first, T::kMixedSlots);
+    max_ = __fmul_rn(params_.lse[entry], kLog2E);
+    sum_ = 1.0f;
+  }
+
+  // This thread's pair `i` of `mixed`.
+  __device__ __forceinline__ float2 mixed(int i) const {
+    if constexpr (T::kPacksMixed) {
+      return unpack_anew(word(packed_mixed_[i / 4], i % 4));
+    } else {
+      return mixed_[i];
+    }
+  }
 
   // Mixes the entry's bank rows, chunk by chunk, and finishes the entry before under the first.
   template <int CHUNK, typename Prefixes>
@@ -466,14 +516,16 @@ class RingConsumer {
     if constexpr (T::kChunks > 0) {
       float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int i = 0; i < T::kPairs; ++i) squares = fma2(mixed_[i], mixed_[i], squares);
+      for (int i = 0; i < T::kPairs; ++i) squares = fma2(mixed(i), mixed(i), squares);
       sums[T::kPrefixSums - 1] = squares.x + squares.y;
 #pragma unroll
       for (int b = 0; b < T::kPrefixes; ++b) {
         float2 dots = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < T::kPairs; ++i) {
-          dots = fma2(unpack_anew(word(prefix_rows[b][i / 4], i % 4)), mixed_[i], dots);
+          // Unpacked again where registers are short for two of it, as `unpack_anew` says.
+          const uint32_t pair = word(prefix_rows[b][i / 4], i % 4);
+          dots = fma2(T::kPremixed ? unpack(pair) : unpack_anew(pair), mixed(i), dots);
         }
         sums[T::kSumsPerPrefix * b + 2] = dots.x + dots.y;
       }
@@ -566,7 +618,7 @@ class RingConsumer {
         float2 value =
             mul2(make_float2(shares.prefix, shares.prefix), unpack_anew(word(row[k], i)));
         if constexpr (T::kChunks > 0) {
-          value = fma2(make_float2(shares.mixed, shares.mixed), mixed_[4 * k + i], value);
+          value = fma2(make_float2(shares.mixed, shares.mixed), mixed(4 * k + i), value);
         }
         if constexpr (T::kHasOutputNorm) value = mul2(value, unpack(word(weight, i)));
         word(result, i) = pack(value);
@@ -588,7 +640,7 @@ class RingConsumer {
 #pragma unroll
     for (int i = 0; i < T::kPairs; ++i) {
       const float2 value =
-          fma2(make_float2(shares.mixed, shares.mixed), mixed_[i],
+          fma2(make_float2(shares.mixed, shares.mixed), mixed(i),
                mul2(make_float2(shares.prefix, shares.prefix), unpack(word(row[i / 4], i % 4))));
       squares = fma2(value, value, squares);
     }
@@ -601,14 +653,15 @@ class RingConsumer {
     return square;
   }
 
-  const ForwardParams& params_;
+  const typename T::Params& params_;
   const RingAddresses<T> shared_;
   RingCursor cursor_;
   const uint32_t lane_, warp_;
   uint32_t chunk_buffer_ = 0, prefix_buffer_ = 0;
-  float2 query_[T::kPairs];  // norm_weight * qk_weight
-  float2 mixed_[T::kPairs];  // sum of weight_i v_i over the bank rows so far
-  float max_, sum_;          // of the online softmax, scores in powers of two
+  float2 query_[T::kPairs];          // norm_weight * qk_weight
+  float2 mixed_[T::kPairs];          // sum of weight_i v_i over the bank rows so far
+  uint4 packed_mixed_[T::kVectors];  // the same, where it is given in bfloat16
+  float max_, sum_;                  // of the online softmax, scores in powers of two
 };
 
 template <int H, int N, int NC, int B, bool HAS_OUTPUT_NORM, bool STATIC_COMMON_PATH>

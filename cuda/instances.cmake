@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # THE table of template permutations: the only place where one is added. Each axis is a list; CMake writes
 # one explicit instantiation per combination into the build tree, and the same list into the registry.
 #
@@ -14,3 +15,6 @@ set(ATTNRES_TABLE_RING_PREFIXES_PER_ROW 1 2)
 
 # Cluster kernel: thread blocks per token. H must divide into CLUSTER * 256 elements, full warps of 8 each.
 set(ATTNRES_TABLE_CLUSTER_SIZES 2 4 7)
+
+# Kernels of the two phases: whether the bank of weighted means is float32. Their other axes are those above.
+set(ATTNRES_TABLE_FLOAT_BANKS false true)

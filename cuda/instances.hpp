@@ -66,7 +66,6 @@ template <int H, int N>
 struct FloorInstance {
   static cudaError_t launch(const ForwardParams& params, int prefixes, bool programmatic,
                             cudaStream_t stream);
-  static const void* function();
 };
 
 }  // namespace attnres

@@ -218,6 +218,8 @@ PyMethodDef* fast_methods() {
           "forward", "forward(*call, stream): launch on a CUDA stream."),
       fast_method<launch<attnres_bank_args, attnres_bank>>(
           "bank", "bank(*bank_call, stream): launch on a CUDA stream."),
+      fast_method<launch<attnres_bank_args, attnres_bank_floor>>(
+          "bank_floor", "bank_floor(*bank_call, stream): move the same bytes and nothing more."),
       fast_method<launch<attnres_merge_args, attnres_merge>>(
           "merge", "merge(*merge_call, stream): launch on a CUDA stream."),
       fast_method<launch<attnres_forward_args, attnres_floor>>(

@@ -211,6 +211,13 @@ attnres_status attnres_merge(const attnres_merge_args* args, CUstream_st* stream
   });
 }
 
+attnres_status attnres_bank_floor(const attnres_bank_args* args, CUstream_st* stream) {
+  return guarded([&] {
+    const attnres_bank_args checked = read_checked_args(args, true);
+    if (checked.num_bank_tokens > 0) device_bank_floor(checked, stream);
+  });
+}
+
 attnres_status attnres_bank_host(const attnres_bank_args* args) {
   return guarded([&] {
     const attnres_bank_args checked = read_checked_args(args, false);

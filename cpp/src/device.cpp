@@ -20,13 +20,17 @@ namespace {
 constexpr int kMaxDevices = 256;
 constexpr int kMaxBlockSharedMemory = 232448;  // of 9.0, 10.0 and 10.3
 
+// Kernels, numbered: those of the operator, of merges, and of the bank pass.
+size_t num_kernels() { return instances().size() + merge_kernels().size() + bank_kernels().size(); }
+
 struct DeviceState {
   std::mutex probing;
   std::atomic<bool> probed = false;
   attnres_probe_info info{};  // once `probed`
   std::mutex preparing;
-  std::unique_ptr<std::atomic<bool>[]> ready =
-      std::make_unique<std::atomic<bool>[]>(instances().size());
+  std::unique_ptr<std::atomic<bool>[]> ready = std::make_unique<std::atomic<bool>[]>(num_kernels());
+  // Of the bank kernel, as many are resident at a time; all its instances are alike in that. 0: not asked yet.
+  std::atomic<int> bank_clusters = 0;
 };
 
 // One state per ordinal, made when it is first asked for and kept until the process ends: a kernel may be
@@ -193,6 +197,26 @@ attnres_probe_info ask(DeviceState& state, int device) {
   return state.info;
 }
 
+// Loads a kernel on the current device and raises its shared-memory limit, once.
+void prepare_kernel(size_t number, const void* function, bool has_dynamic_shared_memory,
+                    int device) {
+  DeviceState& state = state_of(device);
+  std::atomic<bool>& ready = state.ready[number];
+  if (ready.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(state.preparing);
+  if (ready.load(std::memory_order_relaxed)) return;
+  const RelaxedCapture relaxed;
+  cudaFuncAttributes attributes;
+  require_success(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
+  if (has_dynamic_shared_memory) {
+    require_success(
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kMaxBlockSharedMemory - static_cast<int>(attributes.sharedSizeBytes)),
+        "cudaFuncSetAttribute");
+  }
+  ready.store(true, std::memory_order_release);
+}
+
 // The probe says better than an error code what a machine lacks: a driver, a newer one, such a device.
 void require_device(cudaError_t code, const char* what, int device) {
   if (code == cudaSuccess) return;
@@ -235,22 +259,41 @@ const attnres_probe_info& probe_cached(int device) {
   return state.info;
 }
 
+const attnres_probe_info& require_native(int device) {
+  const attnres_probe_info& info = probe_cached(device);
+  if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
+  return info;
+}
+
 void prepare(const Instance& instance, int device) {
-  DeviceState& state = state_of(device);
-  std::atomic<bool>& ready = state.ready[&instance - instances().data()];
-  if (ready.load(std::memory_order_acquire)) return;
-  const std::lock_guard lock(state.preparing);
-  if (ready.load(std::memory_order_relaxed)) return;
+  prepare_kernel(&instance - instances().data(), instance.function(),
+                 instance.permutation.kernel == ATTNRES_KERNEL_RING, device);
+}
+
+void prepare(const MergeEntry& entry, int device) {
+  prepare_kernel(instances().size() + (&entry - merge_kernels().data()),
+                 reinterpret_cast<const void*>(entry.get().function),
+                 entry.kernel == ATTNRES_KERNEL_RING, device);
+}
+
+int prepare_bank(const BankEntry& entry, int device) {
+  const BankKernel kernel = entry.get();
+  const void* function = reinterpret_cast<const void*>(kernel.function);
+  prepare_kernel(instances().size() + merge_kernels().size() + (&entry - bank_kernels().data()),
+                 function, true, device);
+  std::atomic<int>& resident = state_of(device).bank_clusters;
+  int clusters = resident.load(std::memory_order_acquire);
+  if (clusters > 0) return clusters;
   const RelaxedCapture relaxed;
-  cudaFuncAttributes attributes;
-  require_success(cudaFuncGetAttributes(&attributes, instance.function()), "cudaFuncGetAttributes");
-  if (instance.permutation.kernel == ATTNRES_KERNEL_RING) {
-    require_success(
-        cudaFuncSetAttribute(instance.function(), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kMaxBlockSharedMemory - static_cast<int>(attributes.sharedSizeBytes)),
-        "cudaFuncSetAttribute");
-  }
-  ready.store(true, std::memory_order_release);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBankClusterSize);
+  config.blockDim = dim3(kernel.block_size);
+  config.dynamicSmemBytes = kernel.shared_memory;
+  require_success(cudaOccupancyMaxActiveClusters(&clusters, function, &config),
+                  "cudaOccupancyMaxActiveClusters");
+  clusters = std::max(clusters, 1);
+  resident.store(clusters, std::memory_order_release);
+  return clusters;
 }
 
 attnres_probe_info probe(int device) {
@@ -275,6 +318,8 @@ void warmup(int device) {
   const attnres_probe_info& info = probe_cached(current.ordinal());
   if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
   for (const Instance& instance : instances()) prepare(instance, current.ordinal());
+  for (const MergeEntry& entry : merge_kernels()) prepare(entry, current.ordinal());
+  for (const BankEntry& entry : bank_kernels()) prepare_bank(entry, current.ordinal());
 }
 
 int num_permutations() { return static_cast<int>(instances().size()); }

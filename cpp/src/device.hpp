@@ -8,6 +8,7 @@
 
 #include "attnres/attnres.h"
 #include "registry.hpp"
+#include "two_phase_registry.hpp"
 
 namespace attnres {
 
@@ -29,8 +30,15 @@ class CurrentDevice {
 // What was found out about a device, once per process. Never throws for want of a GPU.
 const attnres_probe_info& probe_cached(int device);
 
-// Loads `instance` on the current device `device` and raises its shared-memory limit, once.
+// The same, or Error(ATTNRES_UNSUPPORTED) where the native kernels cannot run.
+const attnres_probe_info& require_native(int device);
+
+// Loads a kernel on the current device `device` and raises its shared-memory limit, once.
 void prepare(const Instance& instance, int device);
+void prepare(const MergeEntry& entry, int device);
+
+// The same; returns how many clusters of the kernel the device holds at a time.
+int prepare_bank(const BankEntry& entry, int device);
 
 // Throws Error(ATTNRES_CUDA_ERROR) unless `code` is cudaSuccess, and takes the error off the thread.
 void require_success(cudaError_t code, const char* what);

@@ -18,12 +18,6 @@ attnres_plan_info plan_info(const Plan& plan) {
           .ring_rows = plan.ring_rows};
 }
 
-const attnres_probe_info& require_native(int device) {
-  const attnres_probe_info& info = probe_cached(device);
-  if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
-  return info;
-}
-
 Gpu gpu_of(const attnres_probe_info& info) {
   return {info.compute_major, info.compute_minor, info.num_sms, info.device_name};
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA side of the library as c_api.cpp sees it. Every function throws Error.
-// Built either from device.cpp, plan.cpp, registry.cpp and device_forward.cpp, or, without CUDA, from
-// no_cuda.cpp.
+// Built either from device.cpp, plan.cpp, device_forward.cpp, device_two_phase.cpp and the registries, or,
+// without CUDA, from no_cuda.cpp.
 #pragma once
 
 #include "attnres/attnres.h"
@@ -15,7 +15,8 @@ void device_forward(const attnres_forward_args& args, CUstream_st* stream);
 void device_bank(const attnres_bank_args& args, CUstream_st* stream);
 void device_merge(const attnres_merge_args& args, CUstream_st* stream);
 
-// Launch the floor kernel for the same arguments.
+// Launch the floor kernels for the same arguments as the kernels.
+void device_bank_floor(const attnres_bank_args& args, CUstream_st* stream);
 void device_floor(const attnres_forward_args& args, CUstream_st* stream);
 
 // What device_forward would launch on the device of `args`.

@@ -20,6 +20,10 @@ void device_bank(const attnres_bank_args&, CUstream_st*) { fail(ATTNRES_UNSUPPOR
 
 void device_merge(const attnres_merge_args&, CUstream_st*) { fail(ATTNRES_UNSUPPORTED, kReason); }
 
+void device_bank_floor(const attnres_bank_args&, CUstream_st*) {
+  fail(ATTNRES_UNSUPPORTED, kReason);
+}
+
 void device_floor(const attnres_forward_args&, CUstream_st*) { fail(ATTNRES_UNSUPPORTED, kReason); }
 
 attnres_plan_info plan_on_device(const attnres_forward_args&) {

@@ -118,6 +118,43 @@ std::string plan_source(const Gpu& gpu) {
   return printable_path(user_plan().path) + ", line " + std::to_string(section->line);
 }
 
+uint32_t cluster_grid(int64_t entries, int cluster_size, int64_t num_tokens) {
+  if (entries * cluster_size > std::numeric_limits<int32_t>::max()) {
+    fail(ATTNRES_UNSUPPORTED,
+         "num_tokens: expected at most " +
+             std::to_string(std::numeric_limits<int32_t>::max() / cluster_size) +
+             " for the cluster kernel, got " + std::to_string(num_tokens));
+  }
+  return static_cast<uint32_t>(entries * cluster_size);
+}
+
+RingShape shape_ring(const RingKernel& kernel, const attnres_forward_args& args, const PlanRow& row,
+                     int num_sms, const std::string& description) {
+  const int32_t max_ctas = static_cast<int32_t>(kernel.max_ctas_per_sm);
+  if (args.ctas_per_sm > max_ctas) {
+    fail(ATTNRES_UNSUPPORTED, "ctas_per_sm: expected at most " + std::to_string(max_ctas) +
+                                  " for the " + description + ", got " +
+                                  std::to_string(args.ctas_per_sm));
+  }
+  const int64_t entries = args.num_bank_tokens;
+  RingShape shape{};
+  shape.ctas_per_sm = std::min(row.ctas_per_sm, max_ctas);
+  shape.grid_size =
+      static_cast<uint32_t>(std::min<int64_t>(entries, int64_t{num_sms} * shape.ctas_per_sm));
+  // As many row slots as fit, and no more than the rows a block will ever ask for: what a small batch
+  // leaves free, the next kernel can use.
+  const int64_t row_bytes = args.hidden_size * 2;
+  const int64_t budget =
+      std::min(kMaxPerBlock, kSharedMemoryPerSm / shape.ctas_per_sm - kReservedPerBlock);
+  const int64_t entries_per_block = (entries + shape.grid_size - 1) / shape.grid_size;
+  shape.ring_rows = static_cast<int32_t>(std::min(
+      {(budget - kernel.fixed_shared_memory) / row_bytes, kernel.rows_per_entry * entries_per_block,
+       int64_t{kernel.max_ring_rows}, ring_depth(args, row, shape.ctas_per_sm)}));
+  shape.shared_memory_bytes =
+      static_cast<uint32_t>(kernel.fixed_shared_memory + shape.ring_rows * row_bytes);
+  return shape;
+}
+
 Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
   const int num_sms = gpu.num_sms;
   const int64_t entries = args.num_bank_tokens;
@@ -143,43 +180,24 @@ Plan make_plan(const attnres_forward_args& args, const Gpu& gpu) {
   const Instance* instance = find_instance(wanted);
   if (instance == nullptr) refuse(wanted);
 
-  Plan plan{.instance = instance,
-            .grid_size = 0,
+  if (!ring) {
+    return {.instance = instance,
+            .grid_size = cluster_grid(entries, row.cluster_size, args.num_tokens),
             .shared_memory_bytes = 0,
             .ctas_per_sm = 0,
             .ring_rows = 0};
-  if (!ring) {
-    if (entries * row.cluster_size > std::numeric_limits<int32_t>::max()) {
-      fail(ATTNRES_UNSUPPORTED,
-           "num_tokens: expected at most " +
-               std::to_string(std::numeric_limits<int32_t>::max() / row.cluster_size) +
-               " for the cluster kernel, got " + std::to_string(args.num_tokens));
-    }
-    plan.grid_size = static_cast<uint32_t>(entries * row.cluster_size);
-    return plan;
   }
-  const int32_t max_ctas = static_cast<int32_t>(*instance->max_ctas_per_sm);
-  if (args.ctas_per_sm > max_ctas) {
-    fail(ATTNRES_UNSUPPORTED, "ctas_per_sm: expected at most " + std::to_string(max_ctas) +
-                                  " for the " + describe(wanted) + ", got " +
-                                  std::to_string(args.ctas_per_sm));
-  }
-  plan.ctas_per_sm = std::min(row.ctas_per_sm, max_ctas);
-  plan.grid_size =
-      static_cast<uint32_t>(std::min<int64_t>(entries, int64_t{num_sms} * plan.ctas_per_sm));
-  // As many row slots as fit, and no more than the rows a block will ever ask for: what a small batch
-  // leaves free, the next kernel can use.
-  const int64_t row_bytes = args.hidden_size * 2;
-  const int64_t budget =
-      std::min(kMaxPerBlock, kSharedMemoryPerSm / plan.ctas_per_sm - kReservedPerBlock);
-  const int64_t rows_per_entry = args.num_blocks + (args.delta != nullptr ? 2 : 1) * prefixes;
-  const int64_t entries_per_block = (entries + plan.grid_size - 1) / plan.grid_size;
-  plan.ring_rows = static_cast<int32_t>(std::min(
-      {(budget - *instance->fixed_shared_memory) / row_bytes, rows_per_entry * entries_per_block,
-       int64_t{*instance->max_ring_rows}, ring_depth(args, row, plan.ctas_per_sm)}));
-  plan.shared_memory_bytes =
-      static_cast<uint32_t>(*instance->fixed_shared_memory + plan.ring_rows * row_bytes);
-  return plan;
+  const RingKernel kernel = {
+      .max_ctas_per_sm = *instance->max_ctas_per_sm,
+      .max_ring_rows = *instance->max_ring_rows,
+      .fixed_shared_memory = *instance->fixed_shared_memory,
+      .rows_per_entry = args.num_blocks + (args.delta != nullptr ? 2 : 1) * prefixes};
+  const RingShape shape = shape_ring(kernel, args, row, num_sms, describe(wanted));
+  return {.instance = instance,
+          .grid_size = shape.grid_size,
+          .shared_memory_bytes = shape.shared_memory_bytes,
+          .ctas_per_sm = shape.ctas_per_sm,
+          .ring_rows = shape.ring_rows};
 }
 
 }  // namespace attnres

@@ -67,6 +67,8 @@ std::span<const PlanRow> builtin_plan(int compute_major, bool shares_entries) {
   return kHopperPlan;
 }
 
+std::span<const PlanRow> builtin_merge_plan(int) { return kMergePlan; }
+
 PlanRow choose_row(const attnres_forward_args& args, std::span<const PlanRow> table, int num_sms) {
   require_consistent_overrides(args);
   const bool wants_cluster = args.kernel == ATTNRES_KERNEL_CLUSTER || args.cluster_size != 0;

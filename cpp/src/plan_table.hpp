@@ -104,6 +104,20 @@ inline constexpr PlanRow kBlackwellPlan[] = {
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
+// Merges, H200, 2026-11-29, bfloat16 bank, microseconds, early reads beside the floor of the same bytes: one token 1.2
+// (cluster of 7; floor 0.9), 16 tokens 1.9 (4; 2.2), 64 tokens 2.7 (2; 2.7), 128 tokens 4.0 (ring, one block per SM;
+// 3.6), 256 tokens 6.0 (5.8), 1024 tokens 19.1 (19.0), 8192 tokens 145 (138). Few rows in flight, as for one bank
+// row above. Other GPUs take the same rows, by tokens per SM: not measured.
+inline constexpr PlanRow kMergePlan[] = {
+    cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
+    cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),
+    cluster_row(Reads::kAny, kMaxSources, 64.0 / 132, 2),
+    ring_row(Reads::kAny, kMaxSources, 1.0, 1, 1, 6),
+    ring_row(Reads::kAny, kMaxSources, 4.0, 1, 2, 4),
+    ring_row(Reads::kAny, kMaxSources, 16.0, 1, 2, 6),
+    ring_row(Reads::kAny, kMaxSources, kUnbounded, 1, 2, 4),
+};
+
 // Batch-invariant calls, on every GPU: the ring kernel, by the number of sources alone, as the table for
 // compute capability 9.0 takes it for a few tokens per SM. On the H200 a single token pays up to 1.9 times for it after
 // the wait (8 blocks: 4.9 against 2.6), from 128 tokens on nothing.

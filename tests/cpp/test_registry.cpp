@@ -42,10 +42,6 @@ template <int H, int N>
 cudaError_t FloorInstance<H, N>::launch(const ForwardParams&, int, bool, cudaStream_t) {
   return cudaErrorNotSupported;
 }
-template <int H, int N>
-const void* FloorInstance<H, N>::function() {
-  return nullptr;
-}
 
 #define ATTNRES_RING(...) template struct RingInstance<__VA_ARGS__>;
 #define ATTNRES_CLUSTER(...) template struct ClusterInstance<__VA_ARGS__>;

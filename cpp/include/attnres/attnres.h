@@ -298,6 +298,12 @@ ATTNRES_API attnres_status attnres_bank(const attnres_bank_args* args, struct CU
 ATTNRES_API attnres_status attnres_merge(const attnres_merge_args* args,
                                          struct CUstream_st* stream);
 
+/* Move the bytes that attnres_bank(args, stream) must move, bank rows read, bank and lse written, and compute
+ * nothing of it: a lower bound for benchmarks, as attnres_floor is for the operator. (A merge has that of one
+ * bank row.) */
+ATTNRES_API attnres_status attnres_bank_floor(const attnres_bank_args* args,
+                                              struct CUstream_st* stream);
+
 /* The two phases on the CPU, as attnres_forward_host runs the operator. */
 ATTNRES_API attnres_status attnres_bank_host(const attnres_bank_args* args);
 ATTNRES_API attnres_status attnres_merge_host(const attnres_merge_args* args);
