@@ -355,7 +355,7 @@ def test_a_hundred_runs_of_clusters_give_the_same_bits(
 
 # Two phases.
 
-# Up to 8, 24 and 64 tokens the plan takes clusters of 7, 4 and 2; a batch-invariant merge is the ring kernel's.
+# Up to 8, 24 and 64 tokens the plan takes clusters of 7, 4 and 2; a batch-invariant merge takes the ring.
 MERGES: dict[str, dict[str, Any]] = {
     "automatic": {"backend": "native"},
     "ring": {"backend": "native", "batch_invariant": True},
