@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import libattnres
 import pytest
 import torch
-from libattnres import _two_phase_plan, cli, timing
+from libattnres import _core, _two_phase_plan, cli, timing
+from libattnres._two_phase_call import BankCall
 from libattnres.cli import metadata, phases, report, targets, walk, walk_steps
 from libattnres.cli.console import Console
 from libattnres.cli.walk_steps import BankPass, Implementation
 from libattnres.model_walk import HIDDEN_SIZE, walk_calls
-from programs import run_program
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -267,19 +268,18 @@ def measure_with(time: Any) -> phases.Measure:
     return phases.Measure(CPU, 1 << 10, 1.0, time, False, 0, hidden_size=64)
 
 
-def test_floors_come_first_and_the_faster_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of 9 us, of which the kernel that moves its rows takes 6 and a copy 5."""
+def test_a_pass_is_compared_with_the_kernel_that_moves_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of 9 us, of which the kernel that moves its rows takes 6; a copy of as many bytes takes 5."""
     costs = iter([6.0, 5.0, 9.0])
 
     def time(work: Any) -> timing.Timing:
         cost = next(costs)
         return timing.Timing(cost, cost, cost, 1, 1)
 
-    monkeypatch.setattr(phases, "floor_of_bank", lambda *arguments: lambda: None)
     who = [phases.Contender("floor"), phases.Contender("copy"), phases.Contender("host")]
     rows, failures, skipped = phases.measure_bank(measure_with(time), 4, 3, 5, who)
     assert failures == skipped == []
-    assert [row["floor_ratio"] for row in rows] == pytest.approx([6 / 5, 1.0, 9 / 5])
+    assert [row["floor_ratio"] for row in rows] == pytest.approx([1.0, 5 / 6, 9 / 6])
     assert rows[0]["bytes"] == 4 * (3 + 5) * 64 * 2
     monkeypatch.setattr(timing, "is_gpu", lambda device: True)
     assert [one.name for one in phases.contenders(CUDA, ["native", "torch"], ["early", "wait"])] == [
@@ -312,22 +312,23 @@ def test_wrong_options_end_with_a_message(
     assert text in capsys.readouterr().err
 
 
-def test_the_floor_of_a_pass_reads_and_writes_its_rows() -> None:
-    """Through Triton's interpreter."""
-    pytest.importorskip("triton")
-    program = """
-import torch
-from libattnres.cli import phases
-blocks = torch.randn(3, 8, 2100).bfloat16()[..., :2050]
-memory = torch.full((5, 3, 2060), float("nan")).bfloat16()
-bank = memory[..., :2050]
-phases.floor_of_bank(blocks, 3, bank)()
-for site in range(5):
-    assert torch.equal(bank[site], blocks[:, site % 3]), site
-assert memory[..., 2050:].isnan().all()
-print("fine")
-"""
-    assert run_program(program, TRITON_INTERPRET="1").strip() == "fine"
+@pytest.mark.gpu
+@pytest.mark.usefixtures("native_device")
+@pytest.mark.parametrize("bank_dtype", [torch.bfloat16, torch.float32])
+def test_the_floor_of_a_pass_reads_and_writes_its_rows(bank_dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    blocks = torch.full((3, 8, 7176), math.nan, device="cuda").bfloat16()[..., :7168]
+    blocks[:, :3].copy_(torch.randint(-8, 9, (3, 3, 7168), generator=generator, device="cuda"))
+    weights = torch.ones(5, 7168, device="cuda").bfloat16()
+    memory = torch.full((5, 3, 7176), math.nan, device="cuda").to(bank_dtype)
+    bank, lse = memory[..., :7168], torch.full((5, 3), math.nan, device="cuda")
+    call = BankCall(blocks, 3, weights, weights, 1e-5, bank, lse, "wait")
+    _core.bank_floor(*call.core_args(), torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    wanted = blocks[:, :3].float().sum(1)  # of few bits, so exact
+    assert all(torch.equal(rows.float(), wanted) for rows in bank)
+    assert memory[..., 7168:].isnan().all()
+    assert not lse.isnan().any()
 
 
 @pytest.mark.gpu

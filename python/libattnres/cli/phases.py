@@ -2,16 +2,14 @@
 """``bench --two-phase``: a bank pass and a merge, each beside what moves the same bytes and no more.
 
 The floor of a merge is the floor kernel with one bank row: prefix, delta and a row are read, prefix and
-output written. A bank pass reads ``n`` rows of a token and writes ``S``. Its floor is a Triton kernel that
-does just that, or a copy on the device of as many bytes, whichever is faster: memory may be quicker at one
-mixture of reads and writes than at another.
+output written. A bank pass reads ``n`` rows of a token and writes ``S``, and its floor kernel does just that. Beside
+it stands a copy on the device of as many bytes, half of them reads: memory is quicker at that mixture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import torch
 import libattnres
 from libattnres import _core, reference, timing
 from libattnres._call import checked_call
+from libattnres._two_phase_call import BankCall
 from libattnres.cli.workload import ELEMENT_SIZE, Buffers, Judge, Shape
 from libattnres.model_walk import EPS, HIDDEN_SIZE, NUM_BANK_ROWS
 from libattnres.timing import Launch, Timing
@@ -154,7 +153,10 @@ def measure_bank(
 
     def launch(one: Contender, index: int) -> Launch:
         if one.backend == "floor":
-            return floor_of_bank(blocks[index], num_blocks, bank[index])
+            call = BankCall(
+                blocks[index], num_blocks, norm_weights, qk_weights, EPS, bank[index], lse[index], "wait"
+            ).core_args()
+            return lambda: _core.bank_floor(*call, torch.cuda.current_stream().cuda_stream)
         if one.backend == "copy":
             return copy_of_bytes(num_bytes, bank[(index + 1) % count])
         weights = norm_weights, qk_weights
@@ -225,27 +227,10 @@ def measure_all(
                 "correct": None if rel_l2 is None else not errors,
             }
         )
-    floor = min((row["median_us"] for row in rows if row["backend"] in FLOORS), default=None)
+    floor = next((row["median_us"] for row in rows if row["backend"] == "floor"), None)
     for row in rows:
         row["floor_ratio"] = None if floor is None else row["median_us"] / floor
     return rows, failures, skipped
-
-
-def floor_of_bank(blocks: torch.Tensor, num_blocks: int, bank: torch.Tensor) -> Launch:
-    """Reads each row of a token once and writes as many rows as the pass does, without any sum."""
-    kernel: Any = import_module("libattnres.cli.floor_kernel").spread_rows
-    num_sites, num_tokens, hidden_size = bank.shape
-    chunk = 1024
-    return lambda: kernel[num_tokens, -(-hidden_size // chunk)](
-        blocks,
-        bank,
-        hidden_size,
-        *blocks.stride()[:2],
-        *bank.stride()[:2],
-        NUM_ROWS=num_blocks,
-        NUM_SITES=num_sites,
-        CHUNK=chunk,
-    )
 
 
 def copy_of_bytes(num_bytes: int, rows: torch.Tensor) -> Launch:
