@@ -24,6 +24,7 @@
 // The producer reads queries before griddepcontrol.wait, and rows after it; all that is written follows from rows.
 #pragma once
 
+#include "bank_share.hpp"
 #include "device/bf16.cuh"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -85,42 +86,13 @@ struct alignas(128) BankStorage {
 
 namespace bank {
 
-// Which entries and which sites are this cluster's. Clusters take groups in turn, so that all of them work on
-// neighbouring rows at any time; what is left for the last round is dealt out evenly.
+// This cluster's entries and sites.
 template <typename T>
-struct Share {
-  int32_t range, ranges;  // of clusters that share the entries
-  int32_t num_tokens;
-  int32_t entries;       // of a group
-  int32_t rounds;        // with whole groups for all
-  int32_t last_entries;  // of a group in the round after them
-  int32_t site, sites;   // the first, and how many
-
+struct Share : BankShare {
   __device__ __forceinline__ explicit Share(const BankParams& params)
-      : num_tokens(params.num_tokens), entries(params.entries_per_group) {
-    const int32_t cluster = blockIdx.x / T::kCluster, part = cluster % params.parts;
-    range = cluster / params.parts;
-    ranges = gridDim.x / T::kCluster / params.parts;
-    rounds = num_tokens / (ranges * entries);
-    last_entries = (num_tokens - rounds * ranges * entries + ranges - 1) / ranges;
-    site = part * params.sites_per_part;
-    sites = min(params.sites_per_part, params.num_sites - site);
-  }
+      : BankShare(params, blockIdx.x / T::kCluster, gridDim.x / T::kCluster) {}
 
-  struct Group {
-    int32_t token, entries;
-  };
-  // False when there is none in this round.
-  __device__ __forceinline__ bool group_of(int32_t round, Group& group) const {
-    group.entries = round < rounds ? entries : last_entries;
-    group.token = round * ranges * entries + range * group.entries;
-    group.entries = min(group.entries, num_tokens - group.token);
-    return round <= rounds && group.entries > 0;
-  }
-  // Pairs of an entry and a site, entry by entry, of which each block of the cluster weighs as many.
-  __device__ __forceinline__ int pairs_per_block() const {
-    return entries * T::kSites / T::kCluster;
-  }
+  // Sums that a block gets from another: of its pairs, and the squares of an entry's rows.
   __device__ __forceinline__ int slice() const {
     return (pairs_per_block() + 1) * T::kRowsPerEntry;
   }
@@ -163,7 +135,7 @@ __device__ __forceinline__ void produce(const BankParams& params, BankStorage<T>
 
   const auto* blocks = static_cast<const __nv_bfloat16*>(params.blocks) + column;
   StageCursor<T> cursor(1);  // the first pass over the stages finds every one empty
-  typename Share<T>::Group group;
+  BankShare::Group group;
   for (int32_t round = 0; share.group_of(round, group); ++round) {
     if (round == 1) {
       ptx::mbarrier_wait(ptx::shared_address(&storage.queries_taken), 0);
@@ -240,7 +212,7 @@ class ScoreWarp {
 
   __device__ __forceinline__ void run() {
     StageCursor<T> cursor(0);
-    typename Share<T>::Group group;
+    BankShare::Group group;
     for (int32_t round = 0; share_.group_of(round, group); ++round) {
       multiply(cursor);
       send(cursor.stage);
@@ -332,7 +304,7 @@ __device__ __forceinline__ void weigh_pairs(const BankParams& params, BankStorag
   const int pair = rank * pairs + dot_at / T::kRowsPerEntry;  // of the group
   const int entry = pair / T::kSites, site = pair % T::kSites;
   StageCursor<T> cursor(0);
-  typename Share<T>::Group group;
+  BankShare::Group group;
   for (int32_t round = 0; share.group_of(round, group); ++round) {
     const uint32_t arrived = ptx::shared_address(&storage.arrived[cursor.stage]);
     const uint32_t weighed = ptx::shared_address(&storage.weighed[cursor.stage]);
@@ -392,7 +364,7 @@ class MixWarp {
     const int end = (warp_ + 1) * (share_.entries * T::kChunks) / T::kWarps;
     const int entry = begin / T::kChunks;
     StageCursor<T> cursor(0);
-    typename Share<T>::Group group;
+    BankShare::Group group;
     for (int32_t round = 0; share_.group_of(round, group); ++round) {
       ptx::mbarrier_wait_cluster(ptx::shared_address(&storage_.weighed[cursor.stage]),
                                  cursor.parity);

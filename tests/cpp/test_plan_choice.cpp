@@ -156,8 +156,9 @@ TEST_CASE(batch_invariant_override_must_name_the_kernel_in_full) {
 }
 
 TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
-  for (const auto& [major, shares] : {std::pair{9, false}, {9, true}, {10, false}, {10, true}}) {
-    const std::span<const PlanRow> table = builtin_plan(major, shares);
+  for (const std::span<const PlanRow> table :
+       {builtin_plan(9, false), builtin_plan(9, true), builtin_plan(10, false),
+        builtin_plan(10, true), builtin_merge_plan(9), builtin_merge_plan(10)}) {
     EXPECT(table.back().reads == Reads::kAny);
     EXPECT_EQ(table.back().max_sources, kMaxSources);
     EXPECT_EQ(table.back().max_entries_per_sm, kUnbounded);
@@ -170,6 +171,27 @@ TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
       // A plan never asks for fewer slots than its blocks hold at once.
       EXPECT(row.rows_in_flight == 0 ||
              row.rows_in_flight >= std::max(2, row.rows_per_stage) * row.ctas_per_sm);
+    }
+  }
+}
+
+TEST_CASE(merge_plan_goes_from_clusters_to_the_ring_by_tokens_alone) {
+  for (const int major : {9, 10}) {
+    const std::span<const PlanRow> table = builtin_merge_plan(major);
+    double entries_per_sm = 0.0;
+    bool ring = false;
+    for (const PlanRow& row : table) {
+      EXPECT(row.reads == Reads::kAny);
+      EXPECT_EQ(row.max_sources, kMaxSources);
+      EXPECT(row.max_entries_per_sm > entries_per_sm);
+      entries_per_sm = row.max_entries_per_sm;
+      EXPECT(!ring || row.kernel == ATTNRES_KERNEL_RING);
+      ring = row.kernel == ATTNRES_KERNEL_RING;
+      if (ring) EXPECT_EQ(row.rows_per_stage, 1);  // there is one bank row
+    }
+    for (const int pdl : {ATTNRES_PDL_OFF, ATTNRES_PDL_WAIT, ATTNRES_PDL_EARLY}) {
+      EXPECT(choose_row(call(1, 1, pdl), table, 132) == table.front());
+      EXPECT(choose_row(call(8192, 1, pdl), table, 132) == table.back());
     }
   }
 }

@@ -4,8 +4,10 @@
 // and once, ATTNRES_TEST_WITHOUT_100A, as a library that lacks one.
 #include <string>
 
+#include "fake_two_phase.hpp"
 #include "registry.hpp"
 #include "test_runner.hpp"
+#include "two_phase_registry.hpp"
 
 namespace attnres {
 
@@ -116,4 +118,42 @@ TEST_CASE(floor_is_found_by_its_sizes) {
   EXPECT(find_floor(7168, 2) != nullptr);
   EXPECT(find_floor(7168, 3) == nullptr);
   EXPECT(find_floor(4096, 2) == nullptr);
+}
+
+TEST_CASE(merge_is_found_by_exactly_its_parameters) {
+  EXPECT_EQ(merge_kernels().size(), size_t{4});
+  for (const MergeEntry& entry : merge_kernels()) {
+    EXPECT(find_merge(entry) == &entry);
+    for (int32_t MergeEntry::* field : {&MergeEntry::kernel, &MergeEntry::hidden_size,
+                                        &MergeEntry::prefixes_per_row, &MergeEntry::cluster_size}) {
+      MergeEntry other = entry;
+      other.*field += 8;
+      EXPECT(find_merge(other) == nullptr);
+    }
+    // No two lines of the table differ in one flag alone.
+    for (bool MergeEntry::* flag : {&MergeEntry::float32_bank, &MergeEntry::has_output_norm,
+                                    &MergeEntry::static_common_path}) {
+      MergeEntry other = entry;
+      other.*flag = !(other.*flag);
+      EXPECT(find_merge(other) == nullptr);
+    }
+  }
+}
+
+TEST_CASE(merge_is_found_as_the_kernel_of_its_line) {
+  const MergeEntry ring = {ATTNRES_KERNEL_RING, 7168, 2, 0, true, true, true, nullptr};
+  EXPECT(find_merge(ring)->get().function == (&idle_merge<0, 7168, 2, true, true, true>));
+  const MergeEntry cluster = {ATTNRES_KERNEL_CLUSTER, 7168, 1, 7, true, true, true, nullptr};
+  EXPECT(find_merge(cluster)->get().function == (&idle_merge<1, 7168, 7, true, true, true>));
+}
+
+TEST_CASE(bank_kernels_are_found_by_their_size_and_type) {
+  EXPECT_EQ(bank_kernels().size(), size_t{2});
+  EXPECT(find_bank(7168, false)->get().function == (&idle_bank<7168, false>));
+  EXPECT(find_bank(7168, true)->get().function == (&idle_bank<7168, true>));
+  EXPECT(find_bank(4096, false) == nullptr);
+  EXPECT(find_bank(int64_t{7168} + (int64_t{1} << 32), false) == nullptr);
+  EXPECT(find_bank_floor(7168, true) != nullptr);
+  EXPECT(find_bank_floor(7168, false) == nullptr);
+  EXPECT(find_bank_floor(4096, true) == nullptr);
 }
