@@ -59,10 +59,14 @@ struct BankTraits {
   static constexpr int kNormStage = 1, kQkStage = 3;
   static constexpr int kMaxSlice = kEntries * kSites / kCluster * kRowsPerEntry + kRowsPerEntry;
 
-  // Registers of a thread that scores, mixes, and does the rest: at most 65,536 / kBlockSize on average.
-  static constexpr int kScoreRegisters = 152;
-  static constexpr int kMixRegisters = 64;
-  static constexpr int kOtherRegisters = 48;
+  // Registers of a thread that scores, mixes, and does the rest: at most 65,536 / kBlockSize on average. With
+  // fewer to mix, or more to score, one of the kernels spills on one of the targets.
+  static constexpr int kScoreRegisters = FLOAT_BANK ? 152 : 144;
+  static constexpr int kMixRegisters = FLOAT_BANK ? 72 : 80;
+  static constexpr int kOtherRegisters = 32;
+  static_assert(kGroupThreads * (kScoreRegisters + kMixRegisters) + 128 * kOtherRegisters <=
+                    65536 / kBlockSize / 8 * 8 * kBlockSize,
+                "A block has the registers that it is launched with.");
 
   static_assert(H % (kCluster * kWarps * 16) == 0,
                 "A row must divide into 16 columns of all warps of a cluster.");
