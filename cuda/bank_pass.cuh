@@ -13,7 +13,7 @@
 // cores: q is a product of two bfloat16, so two bfloat16 hold it to the bit; a weight is split in three.
 //
 // Who waits for whom. Blocks are persistent. Everything of a group lies in the buffers of its stage.
-// - A producer thread fills the stage with bulk copies (full).
+// - A producer thread announces the group's weights (weighed) and fills the stage with bulk copies (full).
 // - Eight score warps split a block's columns. Their partial sums are added in a fixed order and sent, an eighth of
 //   the entries' sites to each block of the cluster (arrived).
 // - Two softmax warps turn their block's eighth into weights and send these to every block (weighed).
@@ -138,6 +138,7 @@ __device__ __forceinline__ void produce(const BankParams& params, BankStorage<T>
   ptx::griddepcontrol_wait();
 
   const auto* blocks = static_cast<const __nv_bfloat16*>(params.blocks) + column;
+  const uint32_t weight_bytes = T::kCluster * share.pairs_per_block() * T::kRowsPerEntry * 4;
   StageCursor<T> cursor(1);  // the first pass over the stages finds every one empty
   BankShare::Group group;
   for (int32_t round = 0; share.group_of(round, group); ++round) {
@@ -145,6 +146,10 @@ __device__ __forceinline__ void produce(const BankParams& params, BankStorage<T>
       ptx::mbarrier_wait(ptx::shared_address(&storage.queries_taken), 0);
     }
     ptx::mbarrier_wait(ptx::shared_address(&storage.empty[cursor.stage]), cursor.parity);
+    // No sooner: only an empty stage is sure to have had the weights of its last group from every block. (The softmax
+    // warps may be a whole pass over the stages ahead of another block's.)
+    ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&storage.weighed[cursor.stage]),
+                                   weight_bytes);
     const uint32_t full = ptx::shared_address(&storage.full[cursor.stage]);
     ptx::mbarrier_arrive_expect_tx(full, group.entries * params.num_blocks * T::kRowBytes);
     const uint32_t rows = ptx::shared_address(storage.rows[cursor.stage]);
@@ -312,10 +317,7 @@ __device__ __forceinline__ void weigh_pairs(const BankParams& params, BankStorag
   for (int32_t round = 0; share.group_of(round, group); ++round) {
     const uint32_t arrived = ptx::shared_address(&storage.arrived[cursor.stage]);
     const uint32_t weighed = ptx::shared_address(&storage.weighed[cursor.stage]);
-    if (item == 0) {
-      ptx::mbarrier_arrive_expect_tx(arrived, T::kCluster * slice * 4);
-      ptx::mbarrier_arrive_expect_tx(weighed, T::kCluster * pairs * T::kRowsPerEntry * 4);
-    }
+    if (item == 0) ptx::mbarrier_arrive_expect_tx(arrived, T::kCluster * slice * 4);
     ptx::mbarrier_wait_cluster(arrived, cursor.parity);
     float dot = 0.0f, square = 0.0f;
 #pragma unroll
