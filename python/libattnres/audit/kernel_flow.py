@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from libattnres.audit.sass import Edge, Function, Instruction
 
-__all__ = ["Flow", "Parameter", "Scenario", "follow"]
+__all__ = ["Discipline", "Flow", "Parameter", "Scenario", "follow"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,16 @@ class Parameter:
     offset: int
     size: int
     is_pointer: bool
+
+
+@dataclass(frozen=True)
+class Discipline:
+    """Which pointers a kernel may read when."""
+
+    activations: frozenset[str]
+    """After ``griddepcontrol.wait``, for an earlier grid may write there; anything else at any time."""
+    early: frozenset[str] = frozenset()
+    """Those of them that a launch with ``early`` may read before."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Facts:
     """What has happened on the way to a place."""
 
     waited: bool = False
+    landed: bool = False
+    """The thread has waited for rows that another thread of the block had copied, which waited itself."""
     loaded_since_barrier: bool = False
     """An activation, by a load that other threads of the block do as well."""
     stored_bank: bool = False
@@ -68,10 +80,10 @@ class Flow:
     """Parameters that a comparison depends on."""
 
 
-SPECIAL = frozenset({"ACQBULK", "BAR", "PREEXIT", "LDG", "UBLKCP", "STG"})
+SPECIAL = frozenset({"ACQBULK", "BAR", "PREEXIT", "LDG", "UBLKCP", "STG", "SYNCS"})
 FORGETTING = frozenset(
     {"FFMA", "FFMA2", "FMUL", "FMUL2", "FADD", "FADD2", "FMNMX", "FMNMX3", "FSEL", "FSETP", "HADD2", "MUFU",
-     "F2FP", "LDS", "LDG", "S2R", "S2UR", "CS2R", "ELECT", "VOTE", "VOTEU", "SYNCS"}
+     "F2FP", "LDS", "LDSM", "HMMA", "LDG", "S2R", "S2UR", "CS2R", "ELECT", "VOTE", "VOTEU", "SYNCS"}
 )  # fmt: skip
 NO_RESULT = frozenset(
     {"STG", "STS", "STL", "ST", "STAS", "UBLKCP", "BRA", "BAR", "EXIT", "RET", "CALL", "WARPSYNC", "BSSY",
@@ -114,6 +126,8 @@ def result_words(instruction: Instruction) -> int:
     """How many registers the result takes."""
     if instruction.opcode in ("FFMA2", "FMUL2", "FADD2") or "WIDE" in instruction.modifiers:
         return 2
+    if instruction.opcode in ("HMMA", "LDSM"):
+        return 4
     if instruction.opcode == "CS2R" and "32" not in instruction.modifiers:
         return 2
     return max(1, instruction.bits // 32)
@@ -188,13 +202,21 @@ class Interpreter:
     """Walks one kernel under one scenario."""
 
     def __init__(
-        self, function: Function, parameters: Mapping[str, Parameter], base: int, scenario: Scenario
+        self,
+        function: Function,
+        parameters: Mapping[str, Parameter],
+        base: int,
+        scenario: Scenario,
+        discipline: Discipline,
     ) -> None:
         self.function = function
+        self.discipline = discipline
+        self.early = discipline.early if scenario.known["early"] else frozenset()
+        self.copies_rows = function.count("UBLKCP") > 0
         self.flow = Flow()
         self.known: dict[int, int] = {}
         self.pointers: dict[int, str] = {}
-        self.writes_bank = scenario.known["block_write_idx"] >= 0
+        self.writes_bank = scenario.known.get("block_write_idx", -1) >= 0
         for name, parameter in parameters.items():
             if name in scenario.known:
                 self.known[base + parameter.offset] = scenario.known[name] & 0xFFFFFFFF
@@ -298,11 +320,15 @@ class Interpreter:
             if self.writes_bank and (not facts.stored_bank or facts.stored_bank_since_barrier):
                 self.problem("dependents are released before the bank row is stored", address)
             return replace(facts, triggered=True)
+        if opcode == "SYNCS":
+            return replace(facts, landed=True) if self.copies_rows and instruction.is_wait else facts
         if opcode in ("LDG", "UBLKCP"):
             return self.notice_load(step, facts, values)
         if opcode == "STG":
             origin = self.origin(step.registers[:2], step, values)
             self.flow.stores[address] = self.flow.stores.get(address, frozenset()) | origin
+            if not facts.waited and not facts.landed:
+                self.problem(f"{' or '.join(sorted(origin))} is stored before griddepcontrol.wait", address)
             if "blocks" in origin:
                 if facts.triggered:
                     self.problem("a bank row is stored after dependents are released", address)
@@ -318,20 +344,18 @@ class Interpreter:
             origin = self.origin(step.registers, step, values)
         address = instruction.address
         self.flow.loads[address] = self.flow.loads.get(address, frozenset()) | origin
-        activations = origin & {"prefix", "delta", "blocks"}
+        activations = origin & self.discipline.activations
+        waited = facts.waited or (facts.landed and instruction.opcode == "LDG")
         if not origin:
             self.problem("a load from an unknown address", address)
         for name in sorted(activations):
-            early = name == "blocks" and self.early
-            if not early and not facts.waited:
+            if name not in self.early and not waited:
                 self.problem(f"{name} is loaded before griddepcontrol.wait", address)
         if activations and facts.triggered:
             self.problem("an activation is loaded after dependents are released", address)
         if activations and instruction.opcode == "LDG":
             return replace(facts, loaded_since_barrier=True)
         return facts
-
-    early = False
 
     def problem(self, text: str, address: int) -> None:
         self.flow.problems.setdefault(text, address)
@@ -564,13 +588,14 @@ def gather(block: list[Instruction]) -> list[Step | frozenset[str]]:
 
 
 def follow(
-    function: Function, parameters: Mapping[str, Parameter], base: int, scenarios: list[Scenario]
+    function: Function,
+    parameters: Mapping[str, Parameter],
+    base: int,
+    scenarios: list[Scenario],
+    discipline: Discipline,
 ) -> list[Flow]:
     """Walk a kernel under each scenario; ``base`` is where its parameters start in constant bank 0."""
     steps = [gather(block) for block in function.blocks]
-    flows = []
-    for scenario in scenarios:
-        interpreter = Interpreter(function, parameters, base, scenario)
-        interpreter.early = scenario.known["early"] != 0
-        flows.append(interpreter.run(steps))
-    return flows
+    return [
+        Interpreter(function, parameters, base, scenario, discipline).run(steps) for scenario in scenarios
+    ]

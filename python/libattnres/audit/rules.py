@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from libattnres.audit import sass
-from libattnres.audit.kernel_flow import Flow, Parameter, Scenario, follow
+from libattnres.audit.kernel_flow import Discipline, Flow, Parameter, Scenario, follow
 from libattnres.audit.sass import Edge, Function, Instruction, Loop
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "summary",
 ]
 
-PARAMETER_SIZES = {
+FORWARD_SIZES = {
     "prefix": 8,
     "delta": 8,
     "blocks": 8,
@@ -56,26 +56,98 @@ PARAMETER_SIZES = {
     "early": 4,
     "ring_rows": 4,
 }
-"""``ForwardParams`` of ``cuda/instances.hpp``, in order, without gaps."""
-POINTERS = tuple(PARAMETER_SIZES)[:7]
+PARAMETER_SIZES = {
+    "ForwardParams": FORWARD_SIZES,
+    "MergeParams": FORWARD_SIZES | {"bank": 8, "lse": 8, "bank_stride": 8},
+    "BankParams": {
+        "blocks": 8,
+        "norm_weights": 8,
+        "qk_weights": 8,
+        "bank": 8,
+        "lse": 8,
+        "blocks_token_stride": 8,
+        "blocks_row_stride": 8,
+        "norm_weights_stride": 8,
+        "qk_weights_stride": 8,
+        "bank_site_stride": 8,
+        "bank_token_stride": 8,
+        "lse_stride": 8,
+        "eps": 4,
+        "num_tokens": 4,
+        "num_blocks": 4,
+        "num_sites": 4,
+        "parts": 4,
+        "sites_per_part": 4,
+        "entries_per_group": 4,
+    },
+}
+"""The structs of ``cuda/instances.hpp`` and ``cuda/two_phase.hpp``, in order, each field aligned to its size."""
+POINTERS = frozenset(
+    {"prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight", "output",
+     "norm_weights", "qk_weights", "bank", "lse"}
+)  # fmt: skip
 
 
-def parameters() -> dict[str, Parameter]:
+def parameters(sizes: Mapping[str, int]) -> dict[str, Parameter]:
     """Each parameter by its name."""
     found = {}
     offset = 0
-    for name, size in PARAMETER_SIZES.items():
+    for name, size in sizes.items():
+        offset = (offset + size - 1) // size * size
         found[name] = Parameter(offset, size, name in POINTERS)
         offset += size
     return found
 
 
-PARAMETERS = parameters()
+PARAMETERS = {struct: parameters(sizes) for struct, sizes in PARAMETER_SIZES.items()}
 
 REGISTERS_PER_SM = 65536
 THREADS_PER_SM = 2048
 BLOCKS_PER_SM = 32
 SHARED_MEMORY_PER_SM = 233472  # of 9.0, 10.0 and 10.3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the permutations of one kernel have in common."""
+
+    symbol: str
+    """Its name in the source, without ``_kernel``."""
+    arguments: tuple[str, ...]
+    """Template arguments in the order of the declaration."""
+    parameters: str
+    """The struct of its parameters."""
+    discipline: Discipline
+
+
+FORWARD = Discipline(frozenset({"prefix", "delta", "blocks"}), frozenset({"blocks"}))
+MERGE = Discipline(frozenset({"prefix", "delta", "blocks", "bank", "lse"}), frozenset({"bank", "lse"}))
+BANK = Discipline(frozenset({"blocks"}))
+FLAGS = ("has_output_norm", "static_common_path")
+KINDS = {
+    "ring": Kind(
+        "forward_ring",
+        ("hidden_size", "num_sources", "rows_per_stage", "prefixes", *FLAGS),
+        "ForwardParams",
+        FORWARD,
+    ),
+    "cluster": Kind(
+        "forward_cluster",
+        ("hidden_size", "num_sources", "cluster_size", *FLAGS),
+        "ForwardParams",
+        FORWARD,
+    ),
+    "floor": Kind("floor", ("hidden_size", "num_sources"), "ForwardParams", FORWARD),
+    "merge_ring": Kind(
+        "merge_ring", ("hidden_size", "prefixes", "float32_bank", *FLAGS), "MergeParams", MERGE
+    ),
+    "merge_cluster": Kind(
+        "merge_cluster", ("hidden_size", "cluster_size", "float32_bank", *FLAGS), "MergeParams", MERGE
+    ),
+    "bank": Kind("bank", ("hidden_size", "float32_bank"), "BankParams", BANK),
+    "bank_floor": Kind("bank_floor", ("hidden_size", "float32_bank"), "BankParams", BANK),
+}
+NAME_OF = {kind.symbol: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, order=True)
@@ -86,49 +158,94 @@ class Kernel:
     arguments: tuple[int, ...]
 
     @property
+    def kind(self) -> Kind:
+        """What it has in common with its other permutations."""
+        return KINDS[self.name]
+
+    def argument(self, name: str, default: int = 0) -> int:
+        """A template argument by its name; the default where the kernel has none of that name."""
+        return dict(zip(self.kind.arguments, self.arguments, strict=True)).get(name, default)
+
+    @property
     def hidden_size(self) -> int:
         """H."""
-        return self.arguments[0]
+        return self.argument("hidden_size")
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether the bank's share comes from the bank kernel."""
+        return self.name.startswith("merge")
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether rows are streamed through a ring, by blocks that stay."""
+        return self.name in ("ring", "merge_ring")
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it computes nothing of use."""
+        return self.name in ("floor", "bank_floor")
 
     @property
     def num_sources(self) -> int:
-        """N: bank rows and the prefix."""
-        return self.arguments[1]
+        """N: bank rows and the prefix; a merge has one row for all those of the bank."""
+        return self.argument("num_sources", 2)
 
     @property
     def prefixes(self) -> int:
         """B."""
-        return self.arguments[3] if self.name == "ring" else 1
+        return self.argument("prefixes", 1)
+
+    @property
+    def cluster_size(self) -> int:
+        """Thread blocks of a cluster of the cluster kernels; 0 for the others."""
+        return self.argument("cluster_size")
+
+    @property
+    def float32_bank(self) -> bool:
+        """Whether what the bank kernel leaves is float32."""
+        return bool(self.argument("float32_bank"))
 
     @property
     def has_output_norm(self) -> bool:
         """Whether the output is normalised."""
-        return bool(self.arguments[-2])
+        return bool(self.argument("has_output_norm"))
 
     @property
     def static_common_path(self) -> bool:
         """Whether delta, output norm and no write are fixed at compile time."""
-        return bool(self.arguments[-1])
+        return bool(self.argument("static_common_path"))
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Each parameter by its name."""
+        return PARAMETERS[self.kind.parameters]
 
     def __str__(self) -> str:
-        if self.name == "floor":
-            return f"floor N={self.num_sources}"
-        kind = "static" if self.static_common_path else "norm" if self.has_output_norm else "no norm"
-        shape = (
-            f"NC={self.arguments[2]} B={self.arguments[3]}"
-            if self.name == "ring"
-            else f"C={self.arguments[2]}"
-        )
-        return f"{self.name} N={self.num_sources} {shape} {kind}"
+        words = [self.name]
+        for name, label in (
+            ("num_sources", "N"), ("rows_per_stage", "NC"), ("prefixes", "B"), ("cluster_size", "C")
+        ):  # fmt: skip
+            if name in self.kind.arguments:
+                words.append(f"{label}={self.argument(name)}")
+        if "float32_bank" in self.kind.arguments:
+            words.append("float32" if self.float32_bank else "bfloat16")
+        if "has_output_norm" in self.kind.arguments:
+            words.append(
+                "static" if self.static_common_path else "norm" if self.has_output_norm else "no norm"
+            )
+        return " ".join(words)
+
+
+SYMBOL = re.compile(rf"\d({'|'.join(NAME_OF)})_kernelI((?:L[ib]\d+E)+)E")
 
 
 def identify(symbol: str) -> Kernel | None:
     """The permutation that a mangled name stands for; None for any other function."""
-    match = re.search(r"(?:forward_(ring|cluster)|(floor))_kernelI((?:L[ib]\d+E)+)E", symbol)
+    match = SYMBOL.search(symbol)
     if match is None:
         return None
-    arguments = tuple(int(value) for value in re.findall(r"L[ib](\d+)E", match[3]))
-    return Kernel(match[1] or match[2], arguments)
+    return Kernel(NAME_OF[match[1]], tuple(int(value) for value in re.findall(r"L[ib](\d+)E", match[2])))
 
 
 @dataclass
@@ -172,7 +289,7 @@ def count_instructions(function: Function) -> dict[str, int]:
     counts: Counter[str] = Counter(
         dict.fromkeys(
             ("bulk copies", "mbarrier inits", "mbarrier arrivals", "mbarrier waits", "grid waits",
-             "grid triggers", "block barriers", "remote stores", "packed FMAs", "scalar FMAs"), 0
+             "grid triggers", "block barriers", "remote stores", "packed FMAs", "scalar FMAs", "matrix products"), 0
         )
     )  # fmt: skip
     for instruction in function.instructions:
@@ -197,6 +314,7 @@ NAMES = {
     "FMUL2": "packed FMAs",
     "FFMA": "scalar FMAs",
     "FMUL": "scalar FMAs",
+    "HMMA": "matrix products",
 }
 
 
@@ -236,9 +354,9 @@ def path_costs(function: Function) -> list[tuple[int, ...]]:
 
 
 CLASSES = {
-    "arithmetic": "FFMA FFMA2 FMUL FMUL2 FADD FADD2 HADD2 HFMA2 MUFU FMNX FMNMX FMNMX3 FSETP FSEL",
+    "arithmetic": "FFMA FFMA2 FMUL FMUL2 FADD FADD2 HADD2 HFMA2 HMMA MUFU FMNX FMNMX FMNMX3 FSETP FSEL",
     "conversion": "PRMT F2FP F2F",
-    "shared memory": "LDS STS STAS",
+    "shared memory": "LDS LDSM STS STAS",
     "global memory": "LDG STG UBLKCP",
     "exchange": "SHFL SYNCS BAR WARPSYNC UCGABAR_ARV UCGABAR_WAIT MEMBAR FENCE VOTE VOTEU ELECT",
 }
@@ -273,14 +391,17 @@ def producer_loop(function: Function) -> Loop | None:
     return max(loops, key=lambda loop: len(loop.blocks), default=None)
 
 
-def around(function: Function, loop: Loop, edges: set[Edge]) -> list[int]:
-    """Blocks of one round of a loop."""
-    return function.path(
+def around(
+    function: Function, loop: Loop, edges: set[Edge], costs: Sequence[tuple[int, ...]] | None = None
+) -> list[Instruction]:
+    """One round of a loop."""
+    blocks = function.path(
         loop.header,
         lambda block, successor: successor == loop.header,
         {edge for edge in edges if edge[0] in loop.blocks and edge[1] in loop.blocks},
-        path_costs(function),
+        costs or path_costs(function),
     )
+    return [instruction for block in blocks for instruction in function.blocks[block]]
 
 
 def producer_instructions(function: Function, kernel: Kernel, flow: Flow) -> int:
@@ -288,7 +409,7 @@ def producer_instructions(function: Function, kernel: Kernel, flow: Flow) -> int
     loop = producer_loop(function)
     if loop is None:
         return 0
-    total = sum(len(function.blocks[block]) for block in around(function, loop, flow.edges))
+    total = len(around(function, loop, flow.edges))
     for inner in function.inner_loops(loop):
         if not function.contains(inner, copies) or not function.contains(inner, lambda i: i.is_wait):
             continue  # a retry, or the lanes of one copy
@@ -301,7 +422,7 @@ def producer_instructions(function: Function, kernel: Kernel, flow: Flow) -> int
         bank = any("blocks" in source for source in sources)
         rounds = kernel.num_sources - 1 if bank else kernel.prefixes
         copies_a_round = len(sources) if bank else 1
-        once = sum(len(function.blocks[block]) for block in around(function, inner, flow.edges))
+        once = len(around(function, inner, flow.edges))
         total += once * (rounds // max(copies_a_round, 1) - 1)
     return total
 
@@ -316,22 +437,18 @@ def split_at_waits(path: Iterable[Instruction], splits: Callable[[Instruction], 
     return parts
 
 
-def count_issued(function: Function, audit: Audit, flow: Flow) -> None:
-    """Fill in phases, classes and the instructions per token."""
+def count_issued(function: Function, audit: Audit, flow: Flow) -> list[Instruction]:
+    """Fill in phases, classes and the instructions per token; returns what a warp issues for an entry."""
     kernel = audit.kernel
     costs = path_costs(function)
     warps = audit.block_size // 32
-    if kernel.name == "ring":
+    if kernel.is_ring:
         loop = entry_loop(function)
         if loop is None:
             audit.problems.append("no loop over bank entries was found")
-            return
+            return []
         start = function.path(0, lambda block, way: way == loop.header, flow.edges, costs)
-        path = [
-            instruction
-            for block in around(function, loop, flow.edges)
-            for instruction in function.blocks[block]
-        ]
+        path = around(function, loop, flow.edges)
         parts = split_at_waits(path, lambda instruction: instruction.opcode == "BAR")
         audit.phases["prologue"] = sum(len(function.blocks[block]) for block in start)
         audit.phases["producer"] = producer_instructions(function, kernel, flow)
@@ -349,10 +466,130 @@ def count_issued(function: Function, audit: Audit, flow: Flow) -> None:
         )
         names = ["loads and bank sums", "mixing and prefix sums", "output"]
         audit.phases |= dict(zip(names[-len(parts) :], parts, strict=False))
-        cluster = kernel.arguments[2] if kernel.name == "cluster" else 1
-        issued = len(path) * warps * cluster
-    audit.classes = dict(sorted(Counter(class_of(instruction) for instruction in path).items()))
+        issued = len(path) * warps * kernel.cluster_size
+    audit.classes = classes_of(path)
     audit.warp_instructions_per_token = issued / kernel.prefixes
+    return path
+
+
+def classes_of(path: Iterable[Instruction]) -> dict[str, int]:
+    """Numbers of instructions by what they do."""
+    return dict(sorted(Counter(class_of(instruction) for instruction in path).items()))
+
+
+# --- the bank kernel ---------------------------------------------------------------------------------
+
+BANK_CLUSTER_SIZE = 8
+BANK_SITES_PER_PART = 24
+BANK_ENTRIES_PER_GROUP = 2
+"""As in ``cuda/two_phase.hpp``."""
+BANK_ROWS = 8
+BANK_BLOCK_SIZE = 640
+
+
+@dataclass(frozen=True)
+class Role:
+    """What some of the bank kernel's warps do, and which instructions tell them from the others."""
+
+    name: str
+    warps: int
+    """That do it; of a warp group the rest has nothing to do."""
+    threads: int
+    """Of the warp groups that it has for itself: they have its number of registers each."""
+    marks: tuple[str, ...]
+    """What their loop over groups holds, and that of no other role."""
+
+
+BANK_ROLES = (
+    Role("score", 8, 256, ("LDSM",)),
+    Role("softmax", 2, 128, ("STAS", "STG")),
+    Role("mix", 8, 256, ("HMMA", "STG")),
+    Role("producer", 1, 128, ("UBLKCP", "SYNCS")),
+)
+
+
+def count_of(instructions: Iterable[Instruction], *opcodes: str) -> int:
+    """How many have one of these opcodes."""
+    return sum(instruction.opcode in opcodes for instruction in instructions)
+
+
+def loop_with(loops: Iterable[Loop], function: Function, *opcodes: str) -> Loop | None:
+    """The largest of some loops that has all of these opcodes."""
+    found = [
+        loop
+        for loop in loops
+        if all(function.contains(loop, lambda one, opcode=opcode: one.opcode == opcode) for opcode in opcodes)  # type: ignore[misc]
+    ]
+    return max(found, key=lambda loop: len(loop.blocks), default=None)
+
+
+def count_bank(function: Function, audit: Audit, flow: Flow) -> None:
+    """Fill in what each role's warps issue for a group of entries, and their tensor-core instructions."""
+    paths = {}
+    for role in BANK_ROLES:
+        loop = loop_with(function.loops, function, *role.marks)
+        if loop is None:
+            audit.problems.append(f"no loop over groups of entries was found that can {role.name}")
+            return
+        # What is sent to peers is counted by how often it is, not by how often it is unrolled.
+        costs = [cost[1:2] + cost[3:] for cost in path_costs(function)] if role.name == "score" else None
+        paths[role.name] = around(function, loop, flow.edges, costs)
+        audit.phases[role.name] = len(paths[role.name])
+        inner = function.inner_loops(loop)
+        if role.name == "score":
+            audit.phases["score"] += further_sends(function, inner, paths["score"])
+        elif role.name == "mix":
+            audit.phases["mix"] += further_chunks(function, inner, paths["mix"], audit, flow)
+        elif role.name == "producer":
+            audit.phases["producer"] += further_copies(function, inner, flow)
+    audit.counts["products to score, a warp and group"] = count_of(paths["score"], "HMMA")
+    issued = sum(role.warps * audit.phases[role.name] for role in BANK_ROLES)
+    audit.classes = classes_of(instruction for path in paths.values() for instruction in path)
+    audit.warp_instructions_per_token = issued * BANK_CLUSTER_SIZE / BANK_ENTRIES_PER_GROUP
+
+
+def further_sends(function: Function, inner: Iterable[Loop], path: Sequence[Instruction]) -> int:
+    """Instructions of the sends of sums that a path of one round leaves out."""
+    pairs = BANK_ENTRIES_PER_GROUP * BANK_SITES_PER_PART // BANK_CLUSTER_SIZE
+    sends = -(-(pairs + 1) * BANK_ROWS // 32)
+    loop = loop_with(inner, function, "STAS")
+    if loop is None:
+        return 0
+    body = [instruction for block in loop.blocks for instruction in function.blocks[block]]
+    return (sends - count_of(path, "STAS")) * len(body) // count_of(body, "STAS")
+
+
+def further_chunks(
+    function: Function, inner: Iterable[Loop], path: Sequence[Instruction], audit: Audit, flow: Flow
+) -> int:
+    """Instructions of the chunks of columns that a path of one round leaves out."""
+    loop = loop_with(inner, function, "HMMA")
+    if loop is None:
+        audit.problems.append("no loop over chunks of columns was found")
+        return 0
+    body = around(function, loop, flow.edges)
+    # A chunk of 32 columns is stored for 24 sites, by a warp.
+    stores = BANK_SITES_PER_PART // 8 * (2 if audit.kernel.float32_bank else 1)
+    chunks = BANK_ENTRIES_PER_GROUP * audit.kernel.hidden_size // BANK_CLUSTER_SIZE // 32 // 8
+    a_round = count_of(body, "STG") // stores
+    left = chunks - count_of(path, "STG") // stores
+    if count_of(body, "STG") % stores or count_of(path, "STG") % stores or not a_round or left % a_round:
+        audit.problems.append(f"{count_of(body, 'STG')} stores a round, expected {stores} a chunk of columns")
+        return 0
+    audit.counts["products to mix, a warp and chunk"] = count_of(body, "HMMA") // a_round
+    return left // a_round * len(body)
+
+
+def further_copies(function: Function, inner: Iterable[Loop], flow: Flow) -> int:
+    """Instructions of the copies of rows that a path of one round leaves out."""
+    total = 0
+    for rounds in (BANK_ENTRIES_PER_GROUP - 1, BANK_ENTRIES_PER_GROUP * (BANK_ROWS - 1)):
+        loop = loop_with(inner, function, "UBLKCP")
+        if loop is None or len(loop.blocks) == 1:  # the lanes of one copy
+            break
+        total += rounds * len(around(function, loop, flow.edges))
+        inner = function.inner_loops(loop)
+    return total
 
 
 # --- rules -------------------------------------------------------------------------------------------
@@ -364,19 +601,24 @@ def local_memory(function: Function, audit: Audit) -> Iterable[str]:
         yield f"local memory: stack {audit.stack} B, local {audit.local} B, {audit.spills} accesses"
 
 
-def wide_accesses(function: Function, audit: Audit) -> Iterable[str]:
-    """Every access to global memory moves 16 bytes."""
+def wide_accesses(function: Function, flows: Sequence[Flow]) -> Iterable[str]:
+    """Every access to global memory moves 16 bytes, but the 4 of lse, of which an entry has one number."""
     for instruction in function.of("LDG", "STG", "LD", "ST", "ATOMG", "RED", "REDG", "ATOM"):
-        if instruction.opcode not in ("LDG", "STG") or instruction.bits != 128:
+        address = instruction.address
+        plain = instruction.opcode in ("LDG", "STG")
+        places = {name for flow in flows for at in (flow.loads, flow.stores) for name in at.get(address, ())}
+        if not plain or instruction.bits not in ((32, 128) if "lse" in places else (128,)):
             mnemonic = ".".join((instruction.opcode, *instruction.modifiers))
-            yield f"global access that is not of 16 bytes: {mnemonic} at {instruction.address:#x}"
+            yield f"global access that is not of 16 bytes: {mnemonic} at {address:#x}"
 
 
-def order(flows: Sequence[Flow]) -> Iterable[str]:
+def order(flows: Sequence[Flow], kernel: Kernel) -> Iterable[str]:
     """Waits come before dependent loads, and dependents are released after the last of them."""
     for flow in flows:
         for text, address in flow.problems.items():
-            yield f"{text}, at {address:#x}"
+            # Nothing depends on a floor kernel, whose every thread releases dependents for itself.
+            if not (kernel.is_floor and "are released" in text):
+                yield f"{text}, at {address:#x}"
     if not any(flow.waits for flow in flows):
         yield "there is no griddepcontrol.wait"
     if not flows[0].triggers:
@@ -388,7 +630,7 @@ def output_norm(function: Function, audit: Audit) -> Iterable[str]:
     if audit.kernel.has_output_norm:
         return
     for name in ("output_norm_weight", "output_norm_eps"):
-        if reads(function, name):
+        if reads(function, audit.kernel, name):
             yield f"{name} is read without HAS_OUTPUT_NORM"
 
 
@@ -396,16 +638,16 @@ def common_path(function: Function, audit: Audit, flows: Sequence[Flow]) -> Iter
     """The static common path decides nothing on delta or write index."""
     if not audit.kernel.static_common_path:
         return
-    if reads(function, "block_write_idx"):
+    if reads(function, audit.kernel, "block_write_idx"):
         yield "the static common path reads block_write_idx"
     if any("delta" in flow.compared for flow in flows):
         yield "the static common path tests delta"
 
 
-def reads(function: Function, name: str) -> bool:
+def reads(function: Function, kernel: Kernel, name: str) -> bool:
     """Whether any instruction reads a parameter from the constant bank."""
-    first = function.parameter_base + PARAMETERS[name].offset
-    last = first + PARAMETERS[name].size
+    first = function.parameter_base + kernel.parameters[name].offset
+    last = first + kernel.parameters[name].size
     for instruction in function.instructions:
         width = instruction.bits // 8 if instruction.opcode in ("LDC", "LDCU", "ULDC") else 4
         for operand in instruction.operands:
@@ -418,7 +660,7 @@ def reads(function: Function, name: str) -> bool:
 def unrolled(function: Function, audit: Audit) -> Iterable[str]:
     """Rows are unrolled: within an entry nothing that computes is a loop."""
     loops = [loop for loop in function.loops if function.does_math(loop)]
-    if audit.kernel.name == "cluster":
+    if audit.kernel.cluster_size:
         if loops:
             yield "the cluster kernel computes in a loop"
         return
@@ -432,12 +674,15 @@ def unrolled(function: Function, audit: Audit) -> Iterable[str]:
 def pairs_a_thread(audit: Audit) -> int:
     """Pairs of elements of a row that a thread computes on."""
     kernel = audit.kernel
-    threads = audit.block_size - 32 if kernel.name == "ring" else audit.block_size * kernel.arguments[2]
+    threads = audit.block_size - 32 if kernel.is_ring else audit.block_size * kernel.cluster_size
     return kernel.hidden_size // threads // 2
 
 
 def needed_packed(audit: Audit) -> int:
-    """Operations on pairs per entry: three for an element of a bank row, and what the prefix takes."""
+    """Operations on pairs per entry: three for an element of a bank row, and what the prefix takes.
+
+    Of a merge's bank row only its square is needed.
+    """
     kernel = audit.kernel
     bank_rows = kernel.num_sources - 1
     if bank_rows == 0 and not kernel.has_output_norm:
@@ -445,8 +690,69 @@ def needed_packed(audit: Audit) -> int:
     prefix = 3 if not bank_rows else 5  # p.p, p.q; p.mixed; two of the output
     if not bank_rows and not kernel.has_output_norm:
         prefix = 0
-    pairs = 3 * bank_rows + prefix * kernel.prefixes - (not bank_rows)
+    bank = 1 if kernel.is_merge else 3 * bank_rows
+    pairs = bank + prefix * kernel.prefixes - (not bank_rows)
     return pairs_a_thread(audit) * pairs
+
+
+def moves(audit: Audit, path: Sequence[Instruction]) -> Iterable[str]:
+    """On the static common path an entry is loaded once, and per prefix its update and the output are stored."""
+    kernel = audit.kernel
+    if not kernel.static_common_path:
+        return  # their usual way may be one with a write or without a delta
+    stores = 2 * pairs_a_thread(audit) // 4 * kernel.prefixes
+    loads = 1 if kernel.is_merge else 0  # lse
+    if kernel.cluster_size:
+        loads += (2 if kernel.float32_bank else 1) if kernel.is_merge else kernel.num_sources - 1
+        loads += 5  # prefix, delta and three weights
+    for opcode, what, needed in (("STG", "stores", stores), ("LDG", "loads", loads)):
+        found = count_of(path, opcode)
+        if found != needed:
+            yield f"{found} {what} of an entry by a thread, expected {needed}"
+
+
+def shape_of_bank(function: Function, audit: Audit) -> Iterable[str]:
+    """The bank kernel's blocks and clusters are those that the host side launches."""
+    if (function.block_size, function.cluster_size) != (BANK_BLOCK_SIZE, BANK_CLUSTER_SIZE):
+        yield (
+            f"{function.block_size} threads in clusters of {function.cluster_size}, "
+            f"expected {BANK_BLOCK_SIZE} in clusters of {BANK_CLUSTER_SIZE}"
+        )
+
+
+def shared_registers(function: Function, audit: Audit) -> Iterable[str]:
+    """What the bank kernel's warps take of registers is there, and enough for all that they do."""
+    launched = (audit.registers + 7) // 8 * 8
+    taken = changes = 0
+    for instruction in function.of("USETMAXREG"):
+        limit = int(instruction.operands[-1], 16)
+        after = list(function.after(instruction))
+        opcodes = {one.opcode for one in after}
+        taken += limit * next((role.threads for role in BANK_ROLES if opcodes.issuperset(role.marks)), 0)
+        changes += 1
+        used = 1 + max(one.highest_register for one in after)
+        if used > limit:
+            yield f"{used} registers are used where warps have {limit}, after {instruction.address:#x}"
+    if changes != 3:
+        yield f"{changes} changes of the number of registers, expected 3"
+    if taken > launched * audit.block_size:
+        yield f"{taken} registers are taken, {launched * audit.block_size} launched"
+
+
+def tensor_cores(audit: Audit) -> Iterable[str]:
+    """Scores and weighted sums are products of tensor cores, and no more of them than it takes.
+
+    A score warp has a 16 x 16 tile of rows for each of its 16 columns, and a query in two parts for three tiles
+    of eight sites. To mix eight columns takes two tiles of sites, 16 rows of weights in two parts and 8 in one.
+    """
+    columns = audit.kernel.hidden_size // BANK_CLUSTER_SIZE
+    for what, needed in (
+        ("products to score, a warp and group", columns // 8 // 16 * 2 * (BANK_SITES_PER_PART // 8)),
+        ("products to mix, a warp and chunk", 32 // 8 * 4),
+    ):
+        found = audit.counts.get(what, 0)
+        if found != needed:
+            yield f"{found} {what}, expected {needed}"
 
 
 def packed(function: Function, audit: Audit) -> Iterable[str]:
@@ -463,6 +769,17 @@ def packed(function: Function, audit: Audit) -> Iterable[str]:
         yield f"{audit.counts['scalar FMAs']} scalar multiplications or FMAs, expected at most {bound}"
 
 
+def scenarios_of(kernel: Kernel) -> list[Scenario]:
+    """Launches that a kernel is followed under: with reads after the wait, and with early reads and a write."""
+    known = [{"early": 0, "block_write_idx": -1}]
+    if kernel.kind.discipline.early and not kernel.is_floor:
+        known.append({"early": 1, "block_write_idx": -1 if kernel.static_common_path else 0})
+    return [
+        Scenario({name: value for name, value in one.items() if name == "early" or name in kernel.parameters})
+        for one in known
+    ]
+
+
 def audit_function(function: Function, kernel: Kernel, target: str, usage: sass.Usage) -> Audit:
     """Judge one kernel."""
     audit = Audit(
@@ -477,21 +794,25 @@ def audit_function(function: Function, kernel: Kernel, target: str, usage: sass.
         resident_blocks(usage, function.block_size),
         count_instructions(function),
     )
+    flows = follow(
+        function, kernel.parameters, function.parameter_base, scenarios_of(kernel), kernel.kind.discipline
+    )
     audit.problems += local_memory(function, audit)
-    audit.problems += wide_accesses(function, audit)
-    if kernel.name == "floor":
-        if not audit.counts["grid waits"]:
-            audit.problems.append("there is no griddepcontrol.wait")
+    audit.problems += wide_accesses(function, flows)
+    audit.problems += order(flows, kernel)
+    if kernel.is_floor:
         return audit
-    scenarios = [Scenario({"early": 0, "block_write_idx": -1})]
-    scenarios.append(Scenario({"early": 1, "block_write_idx": -1 if kernel.static_common_path else 0}))
-    flows = follow(function, PARAMETERS, function.parameter_base, scenarios)
-    audit.problems += order(flows)
+    if kernel.name == "bank":
+        audit.problems += shape_of_bank(function, audit)
+        audit.problems += shared_registers(function, audit)
+        count_bank(function, audit, flows[0])
+        audit.problems += tensor_cores(audit)
+        return audit
     audit.problems += output_norm(function, audit)
     audit.problems += common_path(function, audit, flows)
     audit.problems += unrolled(function, audit)
     audit.problems += packed(function, audit)
-    count_issued(function, audit, flows[0])
+    audit.problems += moves(audit, count_issued(function, audit, flows[0]))
     return audit
 
 
@@ -578,7 +899,7 @@ def summary(audits: Sequence[Audit]) -> list[tuple[object, ...]]:
                     extent(audit.counts["packed FMAs"] for audit in mine),
                     extent(audit.counts["scalar FMAs"] for audit in mine),
                     extent(audit.warp_instructions_per_token for audit in mine),
-                    f"{extent(ratios)} %" if ratios and name != "floor" else "",
+                    f"{extent(ratios)} %" if ratios and not mine[0].kernel.is_floor else "",
                     sum(len(audit.problems) for audit in mine),
                 )
             )

@@ -116,6 +116,13 @@ class Instruction:
         return 32
 
     @property
+    def highest_register(self) -> int:
+        """The highest general register that it uses, -1 for none: wide operands are aligned to their width."""
+        width = 4 if self.opcode in ("HMMA", "LDSM") else max(2, self.bits // 32)
+        named = [int(number) for operand in self.operands for number in re.findall(r"\bR(\d+)", operand)]
+        return max((one + width - 1 if one % width == 0 else one | 1 for one in named), default=-1)
+
+    @property
     def is_wait(self) -> bool:
         """Whether threads may stop here for others: an mbarrier, a barrier or a cluster barrier."""
         return self.opcode in ("BAR", "UCGABAR_WAIT") or (
@@ -183,6 +190,11 @@ class Function:
             self.successors.append(tuple(dict.fromkeys(ways)))
 
     @property
+    def cluster_size(self) -> int:
+        """Thread blocks of a cluster, where that is fixed at compile time; else 0."""
+        return self.attributes.get("CTA_PER_CLUSTER", (0,))[0]
+
+    @property
     def block_size(self) -> int:
         """Threads of a block, as the kernel's launch bounds have it."""
         return self.attributes["MAX_THREADS"][0]
@@ -222,6 +234,18 @@ class Function:
     def does_math(self, loop: Loop) -> bool:
         """Whether a loop computes: not one that waits for a barrier or hands rows to a bulk copy."""
         return self.contains(loop, lambda instruction: instruction.opcode in MATH)
+
+    def after(self, instruction: Instruction) -> Iterator[Instruction]:
+        """What can come after an instruction, itself left out."""
+        first = next(index for index, block in enumerate(self.blocks) if instruction in block)
+        yield from self.blocks[first][self.blocks[first].index(instruction) + 1 :]
+        seen, work = {first}, [first]
+        while work:
+            for way in self.successors[work.pop()]:
+                if way not in seen:
+                    seen.add(way)
+                    work.append(way)
+                    yield from self.blocks[way]
 
     def path(
         self,
