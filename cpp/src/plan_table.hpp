@@ -104,16 +104,15 @@ inline constexpr PlanRow kBlackwellPlan[] = {
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 2, 2),
 };
 
-// Merges, H200, 2026-11-29, bfloat16 bank, microseconds, early reads beside the floor of the same bytes: one token 1.2
-// (cluster of 7; floor 0.9), 16 tokens 1.9 (4; 2.2), 64 tokens 2.7 (2; 2.7), 128 tokens 4.0 (ring, one block per SM;
-// 3.6), 256 tokens 6.0 (5.8), 1024 tokens 19.1 (19.0), 8192 tokens 145 (138). Few rows in flight, as for one bank
-// row above. Other GPUs take the same rows, by tokens per SM: not measured.
+// Merges, H200, 2026-11-29, bfloat16 bank, early reads, microseconds net of the kernel that writes the delta before
+// each: a cluster per token up to 192 tokens (T = 16: 3.6 with 4 or 7 blocks; 64: 3.9 with 2, 4.5 in the ring; 128: 4.8
+// against 5.1; 192: 5.8 against 6.5; 256: 7.7 against 7.1). Beyond, as for one bank row above, few rows in flight:
+// T = 512: 10.7 with three for each of two blocks per SM, 11.3 with two; T = 8192, by itself: 145 with two (floor 137).
+// Other GPUs take the same rows, by tokens per SM: not measured.
 inline constexpr PlanRow kMergePlan[] = {
     cluster_row(Reads::kAny, kMaxSources, 8.0 / 132, 7),
-    cluster_row(Reads::kAny, kMaxSources, 24.0 / 132, 4),
-    cluster_row(Reads::kAny, kMaxSources, 64.0 / 132, 2),
-    ring_row(Reads::kAny, kMaxSources, 1.0, 1, 1, 6),
-    ring_row(Reads::kAny, kMaxSources, 4.0, 1, 2, 4),
+    cluster_row(Reads::kAny, kMaxSources, 32.0 / 132, 4),
+    cluster_row(Reads::kAny, kMaxSources, 192.0 / 132, 2),
     ring_row(Reads::kAny, kMaxSources, 16.0, 1, 2, 6),
     ring_row(Reads::kAny, kMaxSources, kUnbounded, 1, 2, 4),
 };

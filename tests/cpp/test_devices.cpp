@@ -692,8 +692,8 @@ TEST_CASE(a_merge_takes_the_kernel_of_its_row_of_the_plan) {
   }
   EXPECT_EQ(launch_of(merge_on(kHopper, 8)).cluster_size, 7u);
   EXPECT_EQ(launch_of(merge_on(kHopper, 9)).cluster_size, 4u);
-  EXPECT_EQ(launch_of(merge_on(kHopper, 25)).cluster_size, 2u);
-  EXPECT_EQ(launch_of(merge_on(kHopper, 65)).cluster_size, 0u);
+  EXPECT_EQ(launch_of(merge_on(kHopper, 33)).cluster_size, 2u);
+  EXPECT_EQ(launch_of(merge_on(kHopper, 193)).cluster_size, 0u);
 }
 
 TEST_CASE(a_merge_passes_on_what_it_was_given) {

@@ -355,7 +355,7 @@ def test_a_hundred_runs_of_clusters_give_the_same_bits(
 
 # Two phases.
 
-# Up to 8, 24 and 64 tokens the plan takes clusters of 7, 4 and 2; a batch-invariant merge takes the ring.
+# Up to 8, 32 and 192 tokens the plan takes clusters of 7, 4 and 2; a batch-invariant merge takes the ring.
 MERGES: dict[str, dict[str, Any]] = {
     "automatic": {"backend": "native"},
     "ring": {"backend": "native", "batch_invariant": True},
@@ -394,7 +394,7 @@ class TwoPhases:
     def run_merge(self, implementation: str, pdl: str = "wait", site: int = 1, write: int = WRITTEN) -> None:
         libattnres.attn_res_merge(
             self.prefix, self.delta, self.bank[site], self.lse[site],
-            self.norm_weights[site], self.qk_weights[site],
+            self.norm_weights[site], self.qk_weights[site], self.norm_weights[0],
             blocks=self.blocks, block_write_idx=write, out=self.out, pdl=pdl, **MERGES[implementation],
         )  # fmt: skip
 
@@ -417,6 +417,8 @@ def test_a_late_writer_ahead_of_a_bank_pass_is_waited_for(
     target: str, pdl: str, backend: str, hostile: Any
 ) -> None:
     """Also of what the pass itself writes: its values are the later ones."""
+    if pdl == "early" and target == "2":
+        pytest.skip("outside the contract of early")
     late = TwoPhases(torch.bfloat16)
     expected = late.clone()
     new = torch.randn_like(late.prefix)

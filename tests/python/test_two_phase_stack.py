@@ -274,12 +274,16 @@ def two_phase_of(model: Model, bank_dtype: torch.dtype | None) -> Model:
     return other
 
 
+SPREAD = 1.1
+"""By how much two ways to round come apart over a quarter of the steps, beside what one phase is allowed."""
+
+
 def assert_near(ours: Decoded, plain: Decoded, exact: Decoded, bank_dtype: torch.dtype | None) -> None:
     """As near to the float64 model as plain PyTorch, by as much more as a call's bound is."""
     more = ROUNDING * BOUNDS[bank_dtype] / BOUNDS[torch.float32]
     for some in zip(*(decoded.hidden.chunk(4) for decoded in (ours, plain, exact)), strict=True):
         rounding = relative_error(some[1], some[2])
-        assert relative_error(some[0], some[2]) <= more * rounding
+        assert relative_error(some[0], some[2]) <= more * SPREAD * rounding
         assert relative_error(some[0], some[1]) <= more * BETWEEN * rounding
 
 
