@@ -366,7 +366,8 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.usefixtures("on_gpu")
 def test_the_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     Row, choose = _two_phase_plan.Row, _two_phase_plan.choose
-    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(64, 5, 8), Row(math.inf, 3, 4)))
+    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(7, None, 0), Row(64, 5, 8), Row(math.inf, 3, 4)))
+    assert choose(8, 7, 24, 7168, CUDA) == (False, "it pays from 8 tokens on")
     assert choose(5, 64, 8, 7168, CUDA) == (True, "8 calls read the same 5 bank rows")
     assert choose(4, 64, 8, 7168, CUDA) == (False, "4 bank rows are read, it pays from 5 on")
     assert choose(5, 64, 7, 7168, CUDA) == (False, "7 calls read the same rows, it pays from 8 on")
@@ -400,7 +401,7 @@ def test_a_gpu_without_kernels_runs_in_one_phase(monkeypatch: pytest.MonkeyPatch
 
 def test_the_built_in_table_never_takes_what_moves_more_rows() -> None:
     for row in _two_phase_plan.TABLE:
-        for num_blocks in range(row.min_blocks, 9):
+        for num_blocks in range(9 if row.min_blocks is None else row.min_blocks, 9):
             assert row.min_sites > num_blocks / (num_blocks - 2)
     assert _two_phase_plan.TABLE[-1].max_tokens == math.inf
 
