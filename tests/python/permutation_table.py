@@ -52,3 +52,27 @@ def floors() -> set[Instance]:
     table = axes()
     pairs = product(table["HIDDEN_SIZES"], table["SOURCES"])
     return {Instance("floor", (int(hidden), int(sources))) for hidden, sources in pairs}
+
+
+def two_phase() -> set[Instance]:
+    """The kernels of the two phases that come with the table, their floor kernels among them."""
+    table = axes()
+    hidden_sizes = [int(value) for value in table["HIDDEN_SIZES"]]
+    banks = [int(value == "true") for value in table["FLOAT_BANKS"]]
+    flags = [tuple(int(flag == "true") for flag in pair.split(",")) for pair in table["NORM_AND_STATIC"]]
+    found = {
+        Instance(kernel, (hidden, bank))
+        for kernel, hidden, bank in product(("bank", "bank_floor"), hidden_sizes, banks)
+    }
+    for kernel, axis in (("merge_ring", "RING_PREFIXES_PER_ROW"), ("merge_cluster", "CLUSTER_SIZES")):
+        sizes = [int(value) for value in table[axis]]
+        found |= {
+            Instance(kernel, (hidden, size, bank, *pair))
+            for hidden, size, bank, pair in product(hidden_sizes, sizes, banks, flags)
+        }
+    return found
+
+
+def everything() -> set[Instance]:
+    """Every kernel of the library."""
+    return instances() | floors() | two_phase()

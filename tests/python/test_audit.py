@@ -15,7 +15,7 @@ from libattnres import cli
 from libattnres.audit import rules as audit
 from libattnres.audit import sass
 from libattnres.audit.kernel_flow import Scenario, follow
-from permutation_table import ROOT, floors, instances
+from permutation_table import ROOT, everything
 
 LIBRARY = Path(next(iter(libattnres.__path__))) / "lib" / "libattnres.so"
 BUILT_TARGETS = libattnres.probe().built_targets
@@ -29,36 +29,59 @@ def test_every_permutation_keeps_what_it_promises_on_every_target() -> None:
     audits = audit.audit_binary(LIBRARY)
     found = {(one.kernel.name, one.kernel.arguments, one.target) for one in audits}
     wanted = {
-        (instance.kernel, instance.arguments, target)
-        for instance in instances() | floors()
-        for target in BUILT_TARGETS
+        (instance.kernel, instance.arguments, target) for instance in everything() for target in BUILT_TARGETS
     }
     assert found == wanted
     assert [f"{one.kernel} {one.target}: {problem}" for one in audits for problem in one.problems] == []
     for one in audits:
-        if one.kernel.name != "floor":
+        if not one.kernel.is_floor:
             assert one.warp_instructions_per_token > 0
             assert min(one.phases.values()) > 0
 
 
-def test_parameters_are_those_of_the_kernels() -> None:
-    header = (ROOT / "cuda" / "instances.hpp").read_text()
-    body = re.search(r"struct ForwardParams \{(.*?)\};", header, re.DOTALL)
-    assert body is not None
-    declared = re.findall(r"^\s*(.+?)\s(\w+);", body[1], re.MULTILINE)
+def fields(struct: str) -> list[tuple[str, str]]:
+    """Types and names of the fields of a struct of parameters, those that it inherits first."""
+    for header in ("instances.hpp", "two_phase.hpp"):
+        text = (ROOT / "cuda" / header).read_text()
+        found = re.search(rf"struct {struct}(?: : (\w+))? \{{(.*?)\}};", text, re.DOTALL)
+        if found is not None:
+            inherited = fields(found[1]) if found[1] else []
+            return inherited + re.findall(r"^\s*(.+?)\s(\w+);", found[2], re.MULTILINE)
+    raise AssertionError(f"no {struct}")
+
+
+@pytest.mark.parametrize("struct", audit.PARAMETERS)
+def test_parameters_are_those_of_the_kernels(struct: str) -> None:
+    declared = fields(struct)
     sizes = {"float": 4, "int32_t": 4, "int64_t": 8}
-    assert list(audit.PARAMETERS) == [name for _, name in declared]
+    assert list(audit.PARAMETERS[struct]) == [name for _, name in declared]
+    end = 0
     for kind, name in declared:
-        parameter = audit.PARAMETERS[name]
+        parameter = audit.PARAMETERS[struct][name]
         assert parameter.size == sizes.get(kind, 8), name
         assert parameter.is_pointer == kind.endswith("*"), name
         assert parameter.offset % parameter.size == 0, name
+        assert 0 <= parameter.offset - end < parameter.size, name
+        end = parameter.offset + parameter.size
+
+
+def test_shape_of_the_bank_kernel_is_that_of_its_source() -> None:
+    header = (ROOT / "cuda" / "two_phase.hpp").read_text()
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", header)}
+    assert constants == {
+        "kBankClusterSize": audit.BANK_CLUSTER_SIZE,
+        "kBankSitesPerPart": audit.BANK_SITES_PER_PART,
+        "kBankEntriesPerGroup": audit.BANK_ENTRIES_PER_GROUP,
+    }
 
 
 # --- machine code that breaks a rule -------------------------------------------------------------------
 
 RING = "template struct attnres::RingInstance<7168, 3, 1, 1, {}>;"
 CLUSTER = "template struct attnres::ClusterInstance<7168, 3, 4, {}>;"
+MERGE_RING = "template struct attnres::MergeRingInstance<7168, 1, false, {}>;"
+MERGE_CLUSTER = "template struct attnres::MergeClusterInstance<7168, 7, true, {}>;"
+BANK = "template struct attnres::BankInstance<7168, {}>;"
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class Break:
     name: str
     instance: str
     flags: str
-    """HAS_OUTPUT_NORM, STATIC_COMMON_PATH."""
+    """HAS_OUTPUT_NORM, STATIC_COMMON_PATH; of the bank kernel FLOAT_BANK."""
     file: str
     pattern: str
     replacement: str
@@ -159,13 +182,69 @@ BREAKS = [
         "packed multiplications or FMAs, expected at least",
         "100a",
     ),
+    Break(
+        "a merge's bank row before the wait in wait mode", MERGE_RING, "true, true", "forward_ring.cuh",
+        r"\|\| !params\.early\b", "",
+        "bank is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "a merge's lse before its bank row has landed", MERGE_RING, "true, true", "forward_ring.cuh",
+        r"(take_mixed\(int32_t entry\) \{)(.*?)(\n    max_ = [^;]*;)", r"\1\3\2",
+        "lse is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "a merge that loads its bank row before the wait in wait mode", MERGE_CLUSTER, "true, true",
+        "merge_cluster.cuh",
+        r"(if \(!early\) ptx::griddepcontrol_wait\(\);)\s*(thread\.load_bank\(\);)", r"\2 \1",
+        "bank or lse is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "a merge that stores its output twice", MERGE_CLUSTER, "true, true", "forward_cluster.cuh",
+        r"(    ptx::store_global\(\s*static_cast<__nv_bfloat16\*>\(params_\.output\)[^;]*;)", r"\1\n\1",
+        "3 stores of an entry by a thread, expected 2",
+    ),
+    Break(
+        "bank rows of a bank pass before the wait", BANK, "true", "bank_pass.cuh",
+        r"ptx::griddepcontrol_wait\(\);(.*?)(ptx::griddepcontrol_launch_dependents)",
+        r"\1ptx::griddepcontrol_wait(); \2",
+        "blocks is loaded before griddepcontrol.wait",
+    ),
+    Break(
+        "lse of a bank pass stored before anything has come", BANK, "true", "bank_pass.cuh",
+        r"(  StageCursor<T> cursor\(0\);)(?=\s*BankShare::Group group;\s*for[^{]*\{\s*const uint32_t arr)",
+        r"  if (item == 0) params.lse[blockIdx.x] = 0.0f;\n\1",
+        "lse is stored before griddepcontrol.wait",
+    ),
+    Break(
+        "a bank pass that mixes with too few registers", BANK, "false", "bank_pass.cuh",
+        r"kMixRegisters = [^;]+;", "kMixRegisters = 56;",
+        "local memory: ",
+    ),
+    Break(
+        "a bank pass that takes more registers than it has", BANK, "false", "bank_pass.cuh",
+        r"kScoreRegisters = [^;]+;(.*?)static_assert\(kGroupThreads.*?\);", r"kScoreRegisters = 160;\1",
+        "registers are taken, 61440 launched",
+    ),
+    Break(
+        "a bank pass that multiplies by a query in three parts", BANK, "true", "bank_pass.cuh",
+        r"(for \(int j = 0; j < 6; \+\+j\) ptx::mma\(scores_\[j\][^;]*;)",
+        r"\1 ptx::mma(scores_[0], a, query_[k][1][0], query_[k][1][1]);",
+        "49 products to score, a warp and group, expected 42",
+    ),
+    Break(
+        "a bank pass of other blocks", BANK, "true", "bank_pass.cuh",
+        r"kBlockSize = 2 \* kGroupThreads \+ 128;", "kBlockSize = 2 * kGroupThreads + 256;",
+        "768 threads in clusters of 8, expected 640 in clusters of 8",
+    ),
 ]  # fmt: skip
 
 
 def compile_instance(folder: Path, source: str, target: str) -> Path:
     """One permutation, compiled from the kernels in a folder."""
     unit = folder / "instance.cu"
-    unit.write_text(f'#include "forward_ring.cuh"\n#include "forward_cluster.cuh"\n{source}\n')
+    headers = ("forward_ring", "forward_cluster", "merge_ring", "merge_cluster", "bank_pass")
+    includes = "".join(f'#include "{header}.cuh"\n' for header in headers)
+    unit.write_text(f"{includes}{source}\n")
     cubin = folder / f"instance.sm_{target}.cubin"
     subprocess.run(
         ["nvcc", "-std=c++20", f"-I{folder}", f"-gencode=arch=compute_{target},code=sm_{target}",
@@ -188,7 +267,7 @@ def copy_kernels(folder: Path) -> Path:
 def test_audit_notices_source_that_breaks_a_rule(broken: Break, tmp_path: Path) -> None:
     kernels = copy_kernels(tmp_path)
     file = kernels / broken.file
-    changed, places = re.subn(broken.pattern, broken.replacement, file.read_text())
+    changed, places = re.subn(broken.pattern, broken.replacement, file.read_text(), flags=re.DOTALL)
     assert places, f"{broken.file} no longer has what this test would break: {broken.pattern}"
     file.write_text(changed)
     cubin = compile_instance(kernels, broken.instance.format(broken.flags), broken.target)
@@ -201,8 +280,9 @@ def test_audit_notices_source_that_breaks_a_rule(broken: Break, tmp_path: Path) 
 @pytest.mark.parametrize("target", ["90a", "100a"])
 def test_audit_passes_the_source_as_it_is(target: str, tmp_path: Path) -> None:
     source = RING.format("true, true") + CLUSTER.format("false, false")
+    source += MERGE_RING.format("true, false") + MERGE_CLUSTER.format("true, true") + BANK.format("false")
     audits = audit.audit_cubin(compile_instance(copy_kernels(tmp_path), source, target))
-    assert [one.problems for one in audits] == [[], []]
+    assert [one.problems for one in audits] == [[]] * 5
 
 
 def test_more_instructions_than_on_hopper_are_a_broken_rule() -> None:
@@ -266,7 +346,9 @@ def test_reader_finds_blocks_loops_and_notes(function: sass.Function) -> None:
 
 def test_flow_knows_what_a_load_is_from_and_which_ways_can_be_gone(function: sass.Function) -> None:
     scenario = Scenario({"early": 0, "block_write_idx": -1})
-    (flow,) = follow(function, audit.PARAMETERS, function.parameter_base, [scenario])
+    (flow,) = follow(
+        function, audit.PARAMETERS["ForwardParams"], function.parameter_base, [scenario], audit.FORWARD
+    )
     assert flow.loads == {0x20: frozenset({"blocks"})}
     assert flow.problems == {
         "blocks is loaded before griddepcontrol.wait": 0x20,
@@ -278,7 +360,9 @@ def test_flow_knows_what_a_load_is_from_and_which_ways_can_be_gone(function: sas
 
 def test_flow_allows_bank_rows_before_the_wait_in_early_mode(function: sass.Function) -> None:
     scenario = Scenario({"early": 1, "block_write_idx": -1})
-    (flow,) = follow(function, audit.PARAMETERS, function.parameter_base, [scenario])
+    (flow,) = follow(
+        function, audit.PARAMETERS["ForwardParams"], function.parameter_base, [scenario], audit.FORWARD
+    )
     assert list(flow.problems) == ["dependents are released before other threads have loaded"]
 
 
@@ -294,6 +378,19 @@ def test_kernels_are_told_apart_by_their_symbols() -> None:
         False,
     )
     assert audit.identify("_ZN7attnres5otherEv") is None
+    merge = audit.identify("_ZN7attnres20merge_cluster_kernelILi7168ELi7ELb1ELb1ELb0EEEvNS_11MergeParamsE")
+    assert merge == audit.Kernel("merge_cluster", (7168, 7, 1, 1, 0))
+    assert (merge.cluster_size, merge.float32_bank, merge.prefixes) == (7, True, 1)
+    bank = audit.identify("_ZN7attnres11bank_kernelILi7168ELb0EEEvNS_10BankParamsE")
+    assert bank == audit.Kernel("bank", (7168, 0))
+    floor = audit.identify("_ZN7attnres17bank_floor_kernelILi7168ELb1EEEvNS_10BankParamsE")
+    assert floor == audit.Kernel("bank_floor", (7168, 1))
+    assert [str(kernel) for kernel in (ring, merge, bank, floor)] == [
+        "ring N=9 NC=3 B=2 norm",
+        "merge_cluster C=7 float32 norm",
+        "bank bfloat16",
+        "bank_floor float32",
+    ]
 
 
 def test_library_without_kernels_is_said_to_have_none(

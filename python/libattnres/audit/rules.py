@@ -81,7 +81,7 @@ PARAMETER_SIZES = {
         "entries_per_group": 4,
     },
 }
-"""The structs of ``cuda/instances.hpp`` and ``cuda/two_phase.hpp``, in order, each field aligned to its size."""
+"""The structs of ``instances.hpp`` and ``two_phase.hpp``, in order; fields are aligned to their size."""
 POINTERS = frozenset(
     {"prefix", "delta", "blocks", "norm_weight", "qk_weight", "output_norm_weight", "output",
      "norm_weights", "qk_weights", "bank", "lse"}
@@ -289,7 +289,8 @@ def count_instructions(function: Function) -> dict[str, int]:
     counts: Counter[str] = Counter(
         dict.fromkeys(
             ("bulk copies", "mbarrier inits", "mbarrier arrivals", "mbarrier waits", "grid waits",
-             "grid triggers", "block barriers", "remote stores", "packed FMAs", "scalar FMAs", "matrix products"), 0
+             "grid triggers", "block barriers", "remote stores", "packed FMAs", "scalar FMAs",
+             "matrix products"), 0
         )
     )  # fmt: skip
     for instruction in function.instructions:
@@ -696,7 +697,7 @@ def needed_packed(audit: Audit) -> int:
 
 
 def moves(audit: Audit, path: Sequence[Instruction]) -> Iterable[str]:
-    """On the static common path an entry is loaded once, and per prefix its update and the output are stored."""
+    """On the static common path an entry is loaded once, and an update and an output stored per prefix."""
     kernel = audit.kernel
     if not kernel.static_common_path:
         return  # their usual way may be one with a write or without a delta
@@ -704,7 +705,7 @@ def moves(audit: Audit, path: Sequence[Instruction]) -> Iterable[str]:
     loads = 1 if kernel.is_merge else 0  # lse
     if kernel.cluster_size:
         loads += (2 if kernel.float32_bank else 1) if kernel.is_merge else kernel.num_sources - 1
-        loads += 5  # prefix, delta and three weights
+        loads += 5 if kernel.num_sources > 1 else 3  # prefix, delta and weights, of which a query has two
     for opcode, what, needed in (("STG", "stores", stores), ("LDG", "loads", loads)):
         found = count_of(path, opcode)
         if found != needed:
@@ -742,8 +743,8 @@ def shared_registers(function: Function, audit: Audit) -> Iterable[str]:
 def tensor_cores(audit: Audit) -> Iterable[str]:
     """Scores and weighted sums are products of tensor cores, and no more of them than it takes.
 
-    A score warp has a 16 x 16 tile of rows for each of its 16 columns, and a query in two parts for three tiles
-    of eight sites. To mix eight columns takes two tiles of sites, 16 rows of weights in two parts and 8 in one.
+    For 16 of its columns a score warp has a tile of 16 rows, and queries in two parts for three tiles of
+    eight sites. To mix eight columns takes two tiles of sites, with two parts of the weights, then the last.
     """
     columns = audit.kernel.hidden_size // BANK_CLUSTER_SIZE
     for what, needed in (
@@ -770,7 +771,7 @@ def packed(function: Function, audit: Audit) -> Iterable[str]:
 
 
 def scenarios_of(kernel: Kernel) -> list[Scenario]:
-    """Launches that a kernel is followed under: with reads after the wait, and with early reads and a write."""
+    """Launches to follow a kernel under: with reads after the wait, and with early reads and a write."""
     known = [{"early": 0, "block_write_idx": -1}]
     if kernel.kind.discipline.early and not kernel.is_floor:
         known.append({"early": 1, "block_write_idx": -1 if kernel.static_common_path else 0})

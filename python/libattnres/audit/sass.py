@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def highest_register(self) -> int:
-        """The highest general register that it uses, -1 for none: wide operands are aligned to their width."""
+        """The highest general register it uses, -1 for none; wide operands are aligned to their width."""
         width = 4 if self.opcode in ("HMMA", "LDSM") else max(2, self.bits // 32)
         named = [int(number) for operand in self.operands for number in re.findall(r"\bR(\d+)", operand)]
         return max((one + width - 1 if one % width == 0 else one | 1 for one in named), default=-1)

@@ -472,7 +472,7 @@ def issued_rows(audits: Sequence[audit.Audit]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int, int], dict[str, Any]] = {}
     for one in audits:
         kernel = one.kernel
-        if kernel.name == "floor" or not kernel.static_common_path or kernel.prefixes != 1:
+        if kernel.name not in ("ring", "cluster") or not kernel.static_common_path or kernel.prefixes != 1:
             continue
         key = (kernel.name, kernel.num_sources, kernel.arguments[2])
         row = rows.setdefault(
