@@ -741,6 +741,7 @@ TEST_CASE(overrides_of_a_merge_choose_its_kernel_and_launch) {
   EXPECT_EQ(launch_of(args).grid_size, 20000u);
   args = merge_on(kHopper, 1);
   args.kernel = ATTNRES_KERNEL_RING;
+  args.rows_in_flight = 16;
   EXPECT_EQ(launch_of(args).cluster_size, 0u);
   EXPECT_EQ(launch_of(args).merge.ring_rows, 3);  // all that one token has
   args.float32_bank = 1;
