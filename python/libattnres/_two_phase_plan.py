@@ -5,11 +5,9 @@ A bank pass over ``num_blocks`` rows serves ``num_sites`` calls of ``num_tokens`
 native kernels; the first row that holds the tokens counts. By rows moved a pass of ``S`` calls pays where
 ``S > n / (n - 2)``, but where the bank stays in L2 from call to call, reading it again costs less than that.
 
-H200, 2026-11-29, a model's step with other kernels between the calls, 24 calls a pass, microseconds a call, that
-of the pass included: one token 3.6 against 3.1 to 3.7; 16 tokens 4.0 against 3.7 to 4.7, but 0.88 of the step as a
-whole; 64 tokens 4.6 against 5.2 with three rows; 128 tokens 5.7 against 5.6 with four and 5.9 with five; 256 tokens
-8.1 against 8.1 with five and 9.2 with six; 1024 tokens 22.7 against 23.1 with two and 26.8 with three; 8192 tokens
-187 against 169 with two and 198 with three. docs/two_phase.md has the steps.
+On an H200 (``docs/performance/two_phase_walk_h200.json``): for a few tokens a merge saves less than its share
+of the pass costs; at 64 tokens two phases take over from three bank rows on, at 128 from five, at 256 from
+six, and in long batches from three. With one bank row a pass never pays.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """``bench --two-phase``: a bank pass and a merge, each beside what moves the same bytes and no more.
 
 The floor of a merge is the floor kernel with one bank row: prefix, delta and a row are read, prefix and
-output written. A bank pass reads ``n`` rows of a token and writes ``S``, and its floor kernel does just that. Beside
-it stands a copy on the device of as many bytes, half of them reads: memory is quicker at that mixture.
+output written. A bank pass reads ``n`` rows of a token and writes ``S``, and its floor kernel does just that.
+Beside it stands a copy on the device of as many bytes, half of them reads: memory is quicker at that mixture.
 """
 
 from __future__ import annotations
