@@ -191,7 +191,9 @@ CLEAN := build/clean-$(TORCH)
 check-wheel:
 	$(PYTHON) -m venv --clear $(CLEAN)
 	$(CLEAN)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(CLEAN)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(if $(TORCH_INDEX),$(CLEAN)/bin/python -m pip install --quiet --no-deps --retries 0 --timeout 10 \
+	  --extra-index-url $(TORCH_INDEX) torch==$(TORCH) || true)
+	$(CLEAN)/bin/python -m pip install --quiet torch==$(TORCH)
 	$(CLEAN)/bin/python -m pip install --quiet --group smoke
 	$(CLEAN)/bin/python -m pip install --quiet --no-deps $(WHEEL)
 	$(CLEAN)/bin/python -m pip check
