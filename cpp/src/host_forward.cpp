@@ -25,7 +25,7 @@ constexpr const char* kTargetVariable = "LIBATTNRES_HOST_TARGET";
 constexpr int kMaxThreads = 1024;
 
 // Less than this for a thread, in bytes read, costs more to hand over than to do.
-constexpr int64_t kMinBytesPerThread = 128 * 1024;
+constexpr int64_t kMinBytesPerThread = int64_t{128} * 1024;
 
 // Best first.
 constexpr const HostKernels* kTargets[] = {

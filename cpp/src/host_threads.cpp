@@ -46,7 +46,7 @@ void wait_while(const std::atomic<int>& value, int unwanted) {
 class HostPool {
  public:
   void run(int num_threads, HostBody body, void* context) {
-    std::unique_lock lock(busy_, std::try_to_lock);
+    const std::unique_lock lock(busy_, std::try_to_lock);
     if (!lock) return body(context, 0);
     grow(num_threads - 1);
     body_ = body;
