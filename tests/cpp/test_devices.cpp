@@ -567,7 +567,8 @@ TEST_CASE(every_site_of_every_entry_is_one_clusters) {
           if (wanted == 0) EXPECT(clusters <= std::max(resident_clusters(device), params.parts));
           if (wanted != 0) EXPECT_EQ(clusters, std::min(wanted, tokens) * params.parts);
           EXPECT(params.sites_per_part >= 1 && params.sites_per_part <= attnres::kBankSitesPerPart);
-          // With one entry a group nobody waits for the kernel's second softmax warp, so there must be no second group.
+          // With one entry a group nobody waits for the second softmax warp of the kernel, so there must be no
+          // second group.
           EXPECT_EQ(params.entries_per_group, std::min(attnres::kBankEntriesPerGroup, tokens));
           std::vector<unsigned char> taken(size_t{1} * tokens * sites);
           bool inside = true;
