@@ -21,7 +21,7 @@
 // No more is needed: that a stage is full again means that its weights were used here, hence had come from every
 // block, hence that all had read the sums sent to them. So nothing is sent to a buffer that is still read, and a
 // block ends only after it has received all that is sent to it.
-// The producer reads queries before griddepcontrol.wait, and rows after it; all that is written follows from rows.
+// Queries are read before griddepcontrol.wait, and rows after it; all that is written follows from rows.
 #pragma once
 
 #include "bank_share.hpp"
@@ -54,9 +54,10 @@ struct BankTraits {
   static constexpr int kSteps = kColumns / kWarps / 16;       // of 16 columns, for each score warp
   static constexpr int kSums = kSites + 1;                    // of a row: its dots, and its square
   static constexpr int kChunks = kColumns / 32;               // of 32 columns, to mix
+  // The last stages hold the weights of the queries, of both kinds, before they hold rows.
+  static constexpr int kWeightStages = (2 * kSites + kRows - 1) / kRows;
+  static constexpr int kFreeStages = kStages - kWeightStages;
   // What a block gets from each block: of its eighth of the entries' sites the dots, and squares of their rows.
-  // Where weights of all sites lie before rows do, two stages each.
-  static constexpr int kNormStage = 1, kQkStage = 3;
   static constexpr int kMaxSlice = kEntries * kSites / kCluster * kRowsPerEntry + kRowsPerEntry;
 
   // Registers of a thread that scores, mixes, and does the rest: at most 65,536 / kBlockSize on average. With
@@ -117,32 +118,43 @@ struct StageCursor {
   }
 };
 
-// The producer thread: queries' weights, through all stages but the first, then the rows of every group.
+// Where the weights of the first site lie: of the norm first, then those of the scores.
+template <typename T>
+__device__ __forceinline__ uint32_t weights_of(BankStorage<T>& storage, int kind) {
+  return ptx::shared_address(storage.rows[T::kFreeStages]) + kind * (T::kSites * T::kRowStride);
+}
+
+// One thread for each kind of weights.
+template <typename T>
+__device__ __forceinline__ void copy_weights(const BankParams& params, BankStorage<T>& storage,
+                                             int column, int kind) {
+  const Share<T> share(params);
+  const int64_t stride = kind == 0 ? params.norm_weights_stride : params.qk_weights_stride;
+  const auto* weights =
+      static_cast<const __nv_bfloat16*>(kind == 0 ? params.norm_weights : params.qk_weights) +
+      column + int64_t{share.site} * stride;
+  const uint32_t destination = weights_of(storage, kind);
+  const uint32_t queries = ptx::shared_address(&storage.queries);
+  ptx::mbarrier_arrive_expect_tx(queries, share.sites * T::kRowBytes);
+#pragma unroll 1
+  for (int site = 0; site < share.sites; ++site) {
+    ptx::bulk_copy(destination + site * T::kRowStride, weights + site * stride, T::kRowBytes,
+                   queries);
+  }
+}
+
+// The producer thread: the rows of every group.
 template <typename T>
 __device__ __forceinline__ void produce(const BankParams& params, BankStorage<T>& storage,
                                         int column) {
   const Share<T> share(params);
-  const uint32_t queries = ptx::shared_address(&storage.queries);
-  ptx::mbarrier_arrive_expect_tx(queries, 2 * share.sites * T::kRowBytes);
-  const auto copy_weights = [&](const void* weights, int64_t stride, int stage) {
-    const auto* first =
-        static_cast<const __nv_bfloat16*>(weights) + column + int64_t{share.site} * stride;
-#pragma unroll 1
-    for (int site = 0; site < share.sites; ++site) {
-      ptx::bulk_copy(ptx::shared_address(storage.rows[stage]) + site * T::kRowStride,
-                     first + site * stride, T::kRowBytes, queries);
-    }
-  };
-  copy_weights(params.norm_weights, params.norm_weights_stride, T::kNormStage);
-  copy_weights(params.qk_weights, params.qk_weights_stride, T::kQkStage);
   ptx::griddepcontrol_wait();
-
   const auto* blocks = static_cast<const __nv_bfloat16*>(params.blocks) + column;
   const uint32_t weight_bytes = T::kCluster * share.pairs_per_block() * T::kRowsPerEntry * 4;
   StageCursor<T> cursor(1);  // the first pass over the stages finds every one empty
   BankShare::Group group;
   for (int32_t round = 0; share.group_of(round, group); ++round) {
-    if (round == 1) {
+    if (round == T::kFreeStages) {
       ptx::mbarrier_wait(ptx::shared_address(&storage.queries_taken), 0);
     }
     ptx::mbarrier_wait(ptx::shared_address(&storage.empty[cursor.stage]), cursor.parity);
@@ -184,8 +196,8 @@ class ScoreWarp {
   __device__ __forceinline__ void take_queries() {
     ptx::mbarrier_wait(ptx::shared_address(&storage_.queries), 0);
     const uint32_t at = lane_ / 4 * T::kRowStride + warp_ * (T::kSteps * 32) + lane_ % 4 * 4;
-    const uint32_t norm = ptx::shared_address(storage_.rows[T::kNormStage]) + at;
-    const uint32_t qk = ptx::shared_address(storage_.rows[T::kQkStage]) + at;
+    const uint32_t norm = weights_of(storage_, 0) + at;
+    const uint32_t qk = weights_of(storage_, 1) + at;
 #pragma unroll
     for (int k = 0; k < T::kSteps; ++k) {
 #pragma unroll
@@ -201,8 +213,8 @@ class ScoreWarp {
         }
       }
     }
-    // Rows of an entry that no copy fills have weight 0, and must be finite for that. (The first stage may be
-    // receiving others than these; the rest hold no rows yet.)
+    // Rows of an entry that no copy fills have weight 0, and must be finite for that. (The first stages may be
+    // receiving others than these; the last hold no rows yet.)
     ptx::named_barrier_sync(1, T::kGroupThreads);
     const int unused = T::kRowsPerEntry - params_.num_blocks;
     constexpr int kVectors = T::kRowStride / 16;
@@ -403,17 +415,15 @@ class MixWarp {
     const uint32_t high[4] = {part[2][0], 0, part[2][1], 0};
     // Operand B, columns g of four tiles, has columns 8 (g / 2) + g % 2 of 32 and those 2, 4 and 6 after it:
     // then D has eight columns in a row for each lane.
-    const uint32_t rows = ptx::shared_address(storage_.rows[stage]) +
-                          (entry * T::kRowsPerEntry + lane_ % 4 * 2) * T::kRowStride +
-                          lane_ / 8 * 16;
+    uint32_t rows = ptx::shared_address(storage_.rows[stage]) + first * 64 +
+                    (entry * T::kRowsPerEntry + lane_ % 4 * 2) * T::kRowStride + lane_ / 8 * 16;
     const uint32_t half = (lane_ & 4) != 0 ? 0x7632 : 0x5410;
-    const int64_t at = (share_.site + lane_ / 4) * params_.bank_site_stride +
-                       int64_t{token} * params_.bank_token_stride + column_ + lane_ % 4 * 8;
+    int64_t at = first * 32 + (share_.site + lane_ / 4) * params_.bank_site_stride +
+                 int64_t{token} * params_.bank_token_stride + column_ + lane_ % 4 * 8;
 #pragma unroll 2
-    for (int chunk = first; chunk < last; ++chunk) {
-      const uint4 even = ptx::load_shared(rows + chunk * 64);
-      const uint4 odd = ptx::load_shared(rows + chunk * 64 + T::kRowStride);
-      const int64_t to = at + chunk * 32;
+    for (int chunk = first; chunk < last; ++chunk, rows += 64, at += 32) {
+      const uint4 even = ptx::load_shared(rows);
+      const uint4 odd = ptx::load_shared(rows + T::kRowStride);
       if constexpr (T::kFloatBank) {
 #pragma unroll
         for (int n = 0; n < 4; n += 2) {
@@ -430,7 +440,7 @@ class MixWarp {
                                             sums[1][m / 2][i], sums[1][m / 2][i + 1]);
             if (has_site(m)) {
               ptx::store_global(
-                  static_cast<float*>(params_.bank) + to + n * 2 + m * 8 * params_.bank_site_stride,
+                  static_cast<float*>(params_.bank) + at + n * 2 + m * 8 * params_.bank_site_stride,
                   *reinterpret_cast<const uint4*>(&four));
             }
           }
@@ -451,7 +461,7 @@ class MixWarp {
         for (int m = 0; m < 3; ++m) {
           if (has_site(m)) {
             ptx::store_global(
-                static_cast<__nv_bfloat16*>(params_.bank) + to + m * 8 * params_.bank_site_stride,
+                static_cast<__nv_bfloat16*>(params_.bank) + at + m * 8 * params_.bank_site_stride,
                 eight[m]);
           }
         }
@@ -500,17 +510,17 @@ __global__ void __cluster_dims__(BankTraits<H, FLOAT_BANK>::kCluster, 1, 1)
       ptx::mbarrier_init(ptx::shared_address(&storage.weighed[s]), 1);
       ptx::mbarrier_init(ptx::shared_address(&storage.empty[s]), T::kWarps);
     }
-    ptx::mbarrier_init(ptx::shared_address(&storage.queries), 1);
+    ptx::mbarrier_init(ptx::shared_address(&storage.queries), 2);
     ptx::mbarrier_init(ptx::shared_address(&storage.queries_taken), T::kWarps);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  ptx::cluster_arrive();  // who sends to other blocks waits until all have come here
   if (threadIdx.x < T::kGroupThreads) {
     ptx::take_registers<T::kScoreRegisters>();
     bank::ScoreWarp<T> warp(params, storage, rank);
     warp.take_queries();
+    ptx::cluster_wait();
     warp.run();
   } else if (threadIdx.x < 2 * T::kGroupThreads) {
     ptx::give_registers<T::kMixRegisters>();
@@ -518,9 +528,13 @@ __global__ void __cluster_dims__(BankTraits<H, FLOAT_BANK>::kCluster, 1, 1)
   } else {
     ptx::give_registers<T::kOtherRegisters>();
     if (threadIdx.x >= T::kBlockSize - T::kSoftmaxWarps * 32) {
+      ptx::cluster_wait();
       bank::weigh_pairs<T>(params, storage, rank);
     } else if (threadIdx.x == 2 * T::kGroupThreads) {
+      bank::copy_weights<T>(params, storage, column, 0);
       bank::produce<T>(params, storage, column);
+    } else if (threadIdx.x == 2 * T::kGroupThreads + 32) {
+      bank::copy_weights<T>(params, storage, column, 1);
     }
   }
 }
