@@ -179,6 +179,30 @@ TEST_CASE(shared_bank_entries_and_threads_match_float64) {
       {.num_tokens = 48, .hidden_size = 1024, .num_blocks = 8, .block_write_idx = 2}, 3);
 }
 
+// The bank's row is minus the prefix, and the scores differ a little: what is left is a ten-thousandth of either.
+TEST_CASE(rows_that_cancel_keep_their_accuracy) {
+  ForwardCase call({.hidden_size = 512,
+                    .num_blocks = 1,
+                    .has_delta = false,
+                    .eps = 0,
+                    .output_norm_eps = 1e-20f});
+  const int64_t stride = call.row_stride();
+  for (int64_t m = 0; m < call.shape.num_tokens; ++m) {
+    for (int64_t i = 0; i < stride; ++i) {
+      call.buffers[kBlocks].set(m * call.shape.num_bank_rows * stride + i,
+                                -call.buffers[kPrefix].get(m * stride + i));
+    }
+  }
+  for (int64_t i = 0; i < stride; ++i) {
+    call.buffers[kQkWeight].set(i, 4e-6 * call.buffers[kQkWeight].get(i));
+  }
+  const ForwardCase::Expected expected = call.expected();
+  TwoPhases<attnres::bfloat16> phases(call);
+  attnres::bank_host(phases.bank_args());
+  attnres::merge_host(phases.merge_args(0));
+  EXPECT_EQ(call.mismatch(expected), std::string());
+}
+
 TEST_CASE(bits_do_not_depend_on_the_threads) {
   std::vector<std::vector<unsigned char>> bytes;
   std::vector<std::vector<float>> banks;
@@ -237,6 +261,8 @@ TEST_CASE(refusals_of_the_bank) {
                "bank: expected memory that shares no byte with blocks, got overlapping memory");
   BANK_REFUSES(a.lse = static_cast<float*>(a.bank),
                "bank: expected memory that shares no byte with lse, got overlapping memory");
+  BANK_REFUSES(a.lse = static_cast<float*>(const_cast<void*>(a.blocks)),
+               "lse: expected memory that shares no byte with blocks, got overlapping memory");
   BANK(ATTNRES_UNSUPPORTED, 1, a.bank_token_stride = 65,
        "bank: expected strides that are multiples of 16 bytes for the native kernels, got 828 "
        "bytes");

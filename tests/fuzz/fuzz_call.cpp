@@ -6,85 +6,32 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "../cpp/forward_case.hpp"
-#include "attnres/attnres.h"
-#include "fuzz_input.hpp"
+#include "fuzz_struct.hpp"
 
 using forward_case::decode;
 using forward_case::encode;
-using forward_case::Format;
 using forward_case::format_of;
 using forward_case::round_to;
+using fuzz::Array;
+using fuzz::Bytes;
+using fuzz::CallerStruct;
+using fuzz::Field;
+using fuzz::for_each_row;
 using fuzz::Input;
+using fuzz::kMaxStructSize;
+using fuzz::require_message;
+using fuzz::row_of;
+using fuzz::StructSize;
 
 namespace {
-
-__extension__ typedef __int128 Wide;
-using Bytes = std::vector<unsigned char>;
-
-// The largest struct that the library takes; a size beyond is a mistake of the caller.
-constexpr size_t kMaxStructSize = 4096;
 
 attnres_forward_args default_args() {
   attnres_forward_args args = ATTNRES_FORWARD_ARGS_INIT;
   return args;
-}
-
-// A caller's struct of `size` bytes, in an allocation of its own that holds no more.
-class CallerStruct {
- public:
-  CallerStruct(const void* from, size_t from_size, size_t size, size_t claimed)
-      : size_(size), bytes_(std::make_unique<unsigned char[]>(size)) {
-    std::memcpy(bytes_.get(), from, std::min(from_size, size));
-    std::memcpy(bytes_.get(), &claimed, sizeof(claimed));
-  }
-  template <typename Struct>
-  Struct* as() {
-    return reinterpret_cast<Struct*>(bytes_.get());
-  }
-  Bytes bytes() const { return Bytes(bytes_.get(), bytes_.get() + size_); }
-
- private:
-  size_t size_;
-  std::unique_ptr<unsigned char[]> bytes_;
-};
-
-// A size for a struct that has `known` bytes today, and how much memory to give it.
-struct StructSize {
-  size_t claimed;
-  size_t real;
-};
-
-StructSize draw_struct_size(Input& input, size_t known) {
-  size_t claimed = known;
-  switch (input.byte() % 8) {
-    case 0:
-      claimed = static_cast<size_t>(input.range(0, 4200));
-      break;
-    case 1:
-      claimed = static_cast<size_t>(input.word());
-      break;
-    case 2:
-      claimed = known + 4 * static_cast<size_t>(input.range(0, 15));
-      break;
-    case 3:
-      claimed = known - 4 * static_cast<size_t>(input.range(0, 9));
-      break;
-    default:
-      break;
-  }
-  return {claimed, std::clamp(claimed, sizeof(size_t), kMaxStructSize)};
-}
-
-void require_message(attnres_status status) {
-  if (status == ATTNRES_OK) return;
-  const std::string message = attnres_last_error_message();
-  REQUIRE_SAYING(fuzz::is_printable(message), message);
 }
 
 // The functions that fill a caller's struct.
@@ -92,7 +39,7 @@ void use_result_struct(Input& input) {
   const int which = static_cast<int>(input.range(0, 3));
   const size_t sizes[] = {sizeof(attnres_probe_info), sizeof(attnres_permutation),
                           sizeof(attnres_plan_info), sizeof(attnres_plan_info)};
-  const StructSize size = draw_struct_size(input, sizes[which]);
+  const StructSize size = fuzz::draw_struct_size(input, sizes[which]);
   const Bytes filler(kMaxStructSize, 0x5a);
   CallerStruct result(filler.data(), filler.size(), size.real, size.claimed);
   const Bytes before = result.bytes();
@@ -144,30 +91,24 @@ void use_result_struct(Input& input) {
   for (size_t i = sizes[which]; i < after.size(); ++i) REQUIRE(after[i] == 0);
 }
 
-// An array argument as the header describes it: rows of hidden_size elements at two strides.
-struct Array {
-  const void* pointer;
-  int64_t count[2];
-  int64_t stride[2];
-  bool written;
-
-  bool is_there() const { return pointer != nullptr && count[0] > 0 && count[1] > 0; }
-};
-
 enum ArrayIndex { kOutput, kPrefix, kBlocks, kDelta, kNormWeight, kQkWeight, kOutputNormWeight };
 
 std::vector<Array> arrays_of(const attnres_forward_args& a) {
-  const int64_t m = a.num_tokens;
-  return {{a.output, {m, 1}, {a.output_stride, 0}, true},
-          {a.prefix, {m, 1}, {a.prefix_stride, 0}, a.delta != nullptr},
+  const int64_t m = a.num_tokens, h = a.hidden_size;
+  const bool has_dtype = a.dtype >= ATTNRES_BFLOAT16 && a.dtype <= ATTNRES_FLOAT32;
+  const int size = has_dtype ? format_of(a.dtype).size : 1;
+  return {{a.output, {m, 1}, {a.output_stride, 0}, true, h, size},
+          {a.prefix, {m, 1}, {a.prefix_stride, 0}, a.delta != nullptr, h, size},
           {a.blocks,
            {a.num_bank_tokens, a.num_bank_rows},
            {a.blocks_token_stride, a.blocks_row_stride},
-           a.block_write_idx >= 0},
-          {a.delta, {m, 1}, {a.delta_stride, 0}, false},
-          {a.norm_weight, {1, 1}, {0, 0}, false},
-          {a.qk_weight, {1, 1}, {0, 0}, false},
-          {a.output_norm_weight, {1, 1}, {0, 0}, false}};
+           a.block_write_idx >= 0,
+           h,
+           size},
+          {a.delta, {m, 1}, {a.delta_stride, 0}, false, h, size},
+          {a.norm_weight, {1, 1}, {0, 0}, false, h, size},
+          {a.qk_weight, {1, 1}, {0, 0}, false, h, size},
+          {a.output_norm_weight, {1, 1}, {0, 0}, false, h, size}};
 }
 
 struct Call {
@@ -176,69 +117,12 @@ struct Call {
   bool moderate = false;  // every number that is read is of a size that float32 takes in its stride
 
   int element_size() const { return format_of(args.dtype).size; }
-  int64_t offset_of(const void* pointer) const {
-    return reinterpret_cast<intptr_t>(pointer) - reinterpret_cast<intptr_t>(memory.data());
-  }
+  int64_t offset_of(const void* pointer) const { return fuzz::offset_of(memory, pointer); }
   int64_t row_offset(const Array& array, int64_t i, int64_t j) const {
-    return offset_of(array.pointer) + (i * array.stride[0] + j * array.stride[1]) * element_size();
+    return fuzz::row_offset(memory, array, i, j);
   }
   int64_t row_bytes() const { return args.hidden_size * element_size(); }
 };
-
-// Whether every byte of every array lies in the call's memory. In arithmetic that cannot overflow.
-bool lies_in_memory(const Call& call) {
-  if (call.args.hidden_size < 1) return false;
-  for (const Array& array : arrays_of(call.args)) {
-    if (!array.is_there()) continue;
-    Wide reach = call.args.hidden_size;
-    for (int d = 0; d < 2; ++d) {
-      if (array.stride[d] < 0) return false;
-      reach += Wide{array.count[d] - 1} * array.stride[d];
-    }
-    const Wide begin = Wide{reinterpret_cast<intptr_t>(array.pointer)} -
-                       reinterpret_cast<intptr_t>(call.memory.data());
-    if (begin < 0 || begin + reach * call.element_size() > Wide(call.memory.size())) return false;
-  }
-  return true;
-}
-
-template <typename Body>
-void for_each_row(const Call& call, const Array& array, Body&& body) {
-  if (!array.is_there()) return;
-  for (int64_t i = 0; i < array.count[0]; ++i) {
-    for (int64_t j = 0; j < array.count[1]; ++j) body(call.row_offset(array, i, j));
-  }
-}
-
-constexpr int64_t kMaxPaintedBytes = 1 << 17;
-
-bool can_be_painted(const Call& call) {
-  Wide bytes = 0;
-  for (const Array& array : arrays_of(call.args)) {
-    if (array.is_there()) bytes += Wide{array.count[0]} * array.count[1] * call.row_bytes();
-  }
-  return bytes <= kMaxPaintedBytes;
-}
-
-// Whether a written array shares a byte with another or with itself, found by writing down every byte's owner.
-bool shares_a_written_byte(const Call& call) {
-  const std::vector<Array> arrays = arrays_of(call.args);
-  Bytes owners(call.memory.size(), 0xff);
-  for (const bool written : {true, false}) {
-    for (size_t index = 0; index < arrays.size(); ++index) {
-      if (arrays[index].written != written) continue;
-      bool shared = false;
-      for_each_row(call, arrays[index], [&](int64_t row) {
-        for (int64_t i = row; i < row + call.row_bytes(); ++i) {
-          shared |= owners[i] != 0xff;
-          if (written) owners[i] = static_cast<unsigned char>(index);
-        }
-      });
-      if (shared) return true;
-    }
-  }
-  return false;
-}
 
 // What the header and docs/operator.md say of a valid call, one line each.
 void require_documented(const attnres_forward_args& a) {
@@ -265,22 +149,6 @@ void require_documented(const attnres_forward_args& a) {
   }
 }
 
-// Numbers of each kind into every element of `memory`.
-void fill_wild(Call& call, std::mt19937& random) {
-  const double special[] = {0.0,      -0.0,    INFINITY, -INFINITY, NAN,     1.0,
-                            0x1p-149, 0x1p127, -3e38,    0x1p-130,  65504.0, 0x1p-24};
-  const int size = call.element_size();
-  const unsigned rarity = 1 + random() % 16;
-  for (size_t i = 0; i + size <= call.memory.size(); i += size) {
-    const uint32_t draw = static_cast<uint32_t>(random());
-    if (draw % rarity == 0) {
-      encode(call.args.dtype, special[draw / rarity % std::size(special)], &call.memory[i]);
-    } else {
-      std::memcpy(&call.memory[i], &draw, size);
-    }
-  }
-}
-
 // Numbers near one where the call reads, NaN everywhere else, bank rows that it must not read included.
 void fill_moderate(Call& call, std::mt19937& random) {
   std::fill(call.memory.begin(), call.memory.end(), 0xff);
@@ -288,69 +156,13 @@ void fill_moderate(Call& call, std::mt19937& random) {
   read[kBlocks].count[1] = call.args.num_blocks;
   read.erase(read.begin() + kOutput);
   for (const Array& array : read) {
-    for_each_row(call, array, [&](int64_t row) {
+    for_each_row(call.memory, array, [&](int64_t row) {
       for (int64_t i = 0; i < call.args.hidden_size; ++i) {
-        const double magnitude = std::ldexp(1.0 + random() % 1024 / 1024.0, -4 + random() % 6);
-        encode(call.args.dtype, random() % 2 == 0 ? magnitude : -magnitude,
+        encode(call.args.dtype, fuzz::moderate_number(random),
                &call.memory[row + i * call.element_size()]);
       }
     });
   }
-}
-
-// What one token's output must be: a float64 result, and how far float32 arithmetic may be from it.
-struct ExpectedRow {
-  std::vector<double> value;
-  std::vector<double> tolerance;
-};
-
-ExpectedRow expected_row(const attnres_forward_args& a, const std::vector<std::vector<double>>& v,
-                         const std::vector<double>& query, const std::vector<double>& weight) {
-  const int n = static_cast<int>(v.size());
-  const int64_t h = a.hidden_size;
-  std::vector<double> share(n, 1.0);
-  double share_error = 0;  // relative
-  if (n > 1) {
-    double maximum = -INFINITY, sum = 0;
-    for (int i = 0; i < n; ++i) {
-      double dot = 0, absolute = 0, squares = 0;
-      for (int64_t k = 0; k < h; ++k) {
-        dot += v[i][k] * query[k];
-        absolute += std::fabs(v[i][k] * query[k]);
-        squares += v[i][k] * v[i][k];
-      }
-      const double norm = std::sqrt(squares / h + a.eps);
-      share[i] = dot / norm;
-      share_error = std::max(share_error, 0x1p-18 * (absolute / norm + 1));
-      maximum = std::max(maximum, share[i]);
-    }
-    for (double& s : share) sum += s = std::exp(s - maximum);
-    for (double& s : share) s /= sum;
-  }
-  ExpectedRow row{std::vector<double>(h), std::vector<double>(h)};
-  double squares = 0, error_squares = 0;
-  for (int64_t k = 0; k < h; ++k) {
-    double absolute = 0;
-    for (int i = 0; i < n; ++i) {
-      row.value[k] += share[i] * v[i][k];
-      absolute += share[i] * std::fabs(v[i][k]);
-    }
-    row.tolerance[k] = (n > 1 ? 2 * share_error + 0x1p-18 : 0.0) * absolute;
-    squares += row.value[k] * row.value[k];
-    error_squares += row.tolerance[k] * row.tolerance[k];
-  }
-  if (a.output_norm_weight == nullptr) return row;
-  const double denominator = squares / h + a.output_norm_eps;
-  const double scale = 1.0 / std::sqrt(denominator);
-  // The error of the sum of squares, relative to the denominator: small unless the sources cancel.
-  const double scale_error =
-      (2 * std::sqrt(squares * error_squares) + error_squares) / h / denominator + 0x1p-18;
-  for (int64_t k = 0; k < h; ++k) {
-    row.tolerance[k] =
-        scale * std::fabs(weight[k]) * (row.tolerance[k] + scale_error * std::fabs(row.value[k]));
-    row.value[k] *= scale * weight[k];
-  }
-  return row;
 }
 
 // Judges a call's memory, as it is after the call, by the bytes before it.
@@ -418,7 +230,7 @@ class Judge {
       }
       return;
     }
-    if (!call_.moderate || h > kMaxJudgedSize) return;
+    if (!call_.moderate || h > fuzz::kMaxJudgedSize) return;
     std::vector<std::vector<double>> sources(a_.num_blocks + 1, std::vector<double>(h));
     std::vector<double> query(h), weight(h);
     for (int64_t k = 0; k < h; ++k) {
@@ -433,23 +245,14 @@ class Judge {
         weight[k] = element(before_, call_.offset_of(a_.output_norm_weight), k);
       }
     }
-    const ExpectedRow row = expected_row(a_, sources, query, weight);
-    const Format& format = format_of(a_.dtype);
-    const double smallest = std::ldexp(1.0, format.min_exponent - format.precision);
+    std::vector<fuzz::Score> scores;
+    for (const std::vector<double>& v : sources) scores.push_back(fuzz::score_of(v, query, a_.eps));
+    fuzz::ExpectedRow row = fuzz::mixed_row(sources, scores);
+    if (a_.output_norm_weight != nullptr) fuzz::apply_norm(row, weight, a_.output_norm_eps);
     for (int64_t k = 0; k < h; ++k) {
-      const double want = row.value[k];
-      const double tolerance =
-          row.tolerance[k] + format.element_tolerance * std::fabs(want) + 2 * smallest;
-      // Beyond float16, or sources that cancel so well that float32 cannot tell: nothing to judge by.
-      if (!(std::fabs(want) < 6e4) || !(tolerance < 1 + 0.25 * std::fabs(want))) continue;
-      const double got = element(after_, output_row, k);
-      REQUIRE_SAYING(std::fabs(got - want) <= tolerance,
-                     "token " + std::to_string(m) + ", element " + std::to_string(k) + ": " +
-                         std::to_string(got) + " and " + std::to_string(want));
+      fuzz::require_near(row, k, element(after_, output_row, k), a_.dtype, "output");
     }
   }
-
-  static constexpr int64_t kMaxJudgedSize = 256;  // the tolerance is for sums of so many
 
   const Call& call_;
   const Bytes& before_;
@@ -457,13 +260,6 @@ class Judge {
   const attnres_forward_args& a_;
   const std::vector<Array> arrays_;
 };
-
-// Row `row` of an array that may be absent; its stride then may be anything.
-template <typename Pointer>
-Pointer row_of(Pointer pointer, int64_t row, int64_t stride, int element_size) {
-  if (pointer == nullptr) return nullptr;
-  return static_cast<unsigned char*>(const_cast<void*>(pointer)) + row * stride * element_size;
-}
 
 // Token by token, in one thread, the call gives the same bits, whatever the numbers are.
 void require_independent_tokens(Call& call, const Bytes& before) {
@@ -536,11 +332,6 @@ Call draw_call(Input& input) {
   return call;
 }
 
-struct Field {
-  size_t offset;
-  size_t size;
-  bool pointer;
-};
 #define FIELD(name, is_pointer) \
   Field { offsetof(attnres_forward_args, name), sizeof(attnres_forward_args::name), is_pointer }
 constexpr Field kFields[] = {FIELD(num_tokens, false),
@@ -575,81 +366,35 @@ constexpr Field kFields[] = {FIELD(num_tokens, false),
                              FIELD(rows_in_flight, false)};
 #undef FIELD
 
-// A few fields get another value: any, one near the present one, or for pointers a place near another's.
-void change_fields(Input& input, attnres_forward_args& args) {
-  unsigned char* const bytes = reinterpret_cast<unsigned char*>(&args);
-  const int64_t changes = std::max<int64_t>(0, input.range(-3, 4));
-  for (int64_t i = 0; i < changes; ++i) {
-    const Field& field = kFields[input.range(0, std::size(kFields) - 1)];
-    uint64_t value = 0;
-    std::memcpy(&value, bytes + field.offset, field.size);
-    const uint8_t kind = input.byte() % 4;
-    if (kind == 0) {
-      value = input.word();
-    } else if (kind == 1) {
-      value = static_cast<uint64_t>(input.range(-1, 1)) << input.range(0, 63);
-    } else {
-      if (field.pointer && kind == 2) {
-        const Field& other = kFields[6 + input.range(0, 6)];
-        std::memcpy(&value, bytes + other.offset, other.size);
-      }
-      value += static_cast<uint64_t>(input.range(-600, 600));
-    }
-    std::memcpy(bytes + field.offset, &value, field.size);
-  }
-}
-
-// The variables that are asked at every call; the others are kept from their first use on.
-void set_environment(Input& input) {
-  for (const char* name : {"LIBATTNRES_NUM_THREADS", "LIBATTNRES_BATCH_INVARIANT"}) {
-    const int size = std::max(0, static_cast<int>(input.range(-12, 3)));
-    std::string value;
-    for (int i = 0; i < size; ++i) value += static_cast<char>(input.byte());
-    if (size == 0) {
-      unsetenv(name);
-    } else {
-      setenv(name, value.c_str(), 1);
-    }
-  }
-}
-
 void use_call(Input& input) {
   Call call = draw_call(input);
-  change_fields(input, call.args);
-  const StructSize size = draw_struct_size(input, sizeof(attnres_forward_args));
-  set_environment(input);
-  CallerStruct caller(&call.args, sizeof(call.args), size.real, size.claimed);
-  if (size.claimed > sizeof(call.args) && input.flag()) {
-    Bytes beyond = caller.bytes();
-    if (beyond.size() > sizeof(call.args)) {
-      beyond[input.range(sizeof(call.args), beyond.size() - 1)] = input.byte();
-    }
-    caller = CallerStruct(beyond.data(), beyond.size(), size.real, size.claimed);
-  }
+  fuzz::change_fields(input, call.args, kFields);
+  StructSize size{};
+  CallerStruct caller = fuzz::draw_caller(input, call.args, default_args(), size);
   const Bytes caller_before = caller.bytes();
   const attnres_forward_args* args = caller.as<attnres_forward_args>();
-  call.args = default_args();
-  std::memcpy(&call.args, args, std::min(size.real, sizeof(call.args)));
-  call.args.struct_size = sizeof(call.args);
   call.moderate = input.flag();
   std::mt19937 random(static_cast<unsigned>(input.range(0, 65535)));
   const bool has_dtype = call.args.dtype >= ATTNRES_BFLOAT16 && call.args.dtype <= ATTNRES_FLOAT32;
-  if (has_dtype) fill_wild(call, random);
+  if (has_dtype) fuzz::fill_wild(call.memory, call.args.dtype, random);
 
   const attnres_status verdict = attnres_check(args, 0);
   require_message(verdict);
   const std::string message = verdict == ATTNRES_OK ? "" : attnres_last_error_message();
-  const bool in_memory = has_dtype && lies_in_memory(call);
-  const bool painted = in_memory && can_be_painted(call);
+  const std::vector<Array> arrays = arrays_of(call.args);
+  const bool in_memory = has_dtype && fuzz::lies_in_memory(call.memory, arrays);
+  const bool painted = in_memory && fuzz::can_be_painted(arrays);
   if (verdict == ATTNRES_OK) {
     REQUIRE(size.claimed <= kMaxStructSize && size.claimed % 4 == 0);
     REQUIRE(size.claimed >= offsetof(attnres_forward_args, eps));
     require_documented(call.args);
-    if (call.args.num_tokens > 0 && painted) REQUIRE(!shares_a_written_byte(call));
+    if (call.args.num_tokens > 0 && painted)
+      REQUIRE(!fuzz::shares_a_written_byte(call.memory, arrays));
   } else {
     REQUIRE(verdict == ATTNRES_INVALID_ARGUMENT);
     const bool overlap = message.find(" no byte ") != std::string::npos;
-    if (overlap && painted) REQUIRE_SAYING(shares_a_written_byte(call), message);
+    if (overlap && painted)
+      REQUIRE_SAYING(fuzz::shares_a_written_byte(call.memory, arrays), message);
   }
 
   Bytes before = call.memory;

@@ -160,6 +160,48 @@ MUTATIONS = (
         "replay_call",
     ),
     Mutation(
+        "merge_cancellation",
+        "a merge sums the square of the mix, not of its parts, so rows that cancel keep their accuracy",
+        "cpp/src/host_token.inl",
+        "                               squares.even += sum.even * sum.even;\n",
+        "                               squares.even += b.even * b.even * weights[0] * weights[0] +\n"
+        "                                               p.even * p.even * weights[1] * weights[1] +\n"
+        "                                               b.even * p.even * 2 * weights[0] * weights[1];\n",
+        "test_two_phase rows_that_cancel_keep_their_accuracy",
+    ),
+    Mutation(
+        "lse_overlap",
+        "the logarithms that a bank pass leaves overwrite nothing that it reads",
+        CHECK,
+        "  check_arguments(list, 2, on_device);\n}\n\nvoid check_memory(const attnres_merge_args& args",
+        "  check_arguments(list, 1, on_device);\n}\n\nvoid check_memory(const attnres_merge_args& args",
+        "test_two_phase refusals_of_the_bank",
+    ),
+    Mutation(
+        "merge_reads_early",
+        "a merge right after its bank pass reads nothing before the pass has finished",
+        "python/libattnres/nn.py",
+        'pdl="wait" if mixed.is_fresh and self.pdl == "early" else self.pdl,',
+        "pdl=self.pdl,",
+        "tests/python/test_two_phase_stack.py::test_nothing_is_read_early_that_the_kernel_before_writes",
+    ),
+    Mutation(
+        "pass_reads_early",
+        "a bank pass reads no row before the call that wrote it has finished",
+        "python/libattnres/nn.py",
+        'pdl="wait" if self.pdl == "early" else self.pdl,',
+        "pdl=self.pdl,",
+        "tests/python/test_two_phase_stack.py::test_nothing_is_read_early_that_the_kernel_before_writes",
+    ),
+    Mutation(
+        "stale_site_weights",
+        "a bank pass sees weights that were changed in place",
+        "python/libattnres/nn.py",
+        "                norm.data = self.norms[index]\n",
+        "                norm.data = self.norms[index].clone()\n",
+        "tests/python/test_two_phase_stack.py::test_decoding_traced_in_one_graph_is_the_same_to_the_bit",
+    ),
+    Mutation(
         "autograd",
         "arguments that require grad are refused rather than detached",
         "python/libattnres/_call.py",
