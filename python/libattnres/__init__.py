@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from libattnres._call import Plan
     from libattnres._dispatch import Explanation
     from libattnres._probe import DeviceStatus, Probe, permutations, probe, warmup
-    from libattnres._two_phase import attn_res_bank, attn_res_merge
+    from libattnres._two_phase import attn_res_bank, attn_res_merge, explain_bank, explain_merge
 
 __all__ = [
     "DeviceStatus",
@@ -38,6 +38,8 @@ __all__ = [
     "attn_res_merge",
     "distributed",
     "explain",
+    "explain_bank",
+    "explain_merge",
     "model_walk",
     "nn",
     "permutations",
@@ -58,6 +60,8 @@ _WITH_TORCH = {
     "attn_res_bank": "_two_phase",
     "attn_res_merge": "_two_phase",
     "explain": "_api",
+    "explain_bank": "_two_phase",
+    "explain_merge": "_two_phase",
     "permutations": "_probe",
     "probe": "_probe",
     "warmup": "_probe",

@@ -20,6 +20,7 @@ __all__ = [
     "ENVIRONMENT_VARIABLE",
     "Explanation",
     "explain_call",
+    "explain_first",
     "requested_backend",
     "run",
     "run_first",
@@ -227,12 +228,27 @@ def explain_call(
 ) -> Explanation:
     """The choice that :func:`run` would make, and why not the others. Runs nothing."""
     forced, source = requested_backend(backend, plan)
+    chosen, reasons = explain_first(
+        call.prefix.device.type, forced, source, lambda name: refusal(name, call, plan)
+    )
+    native_plan: PlanInfo | None = None
+    if chosen == "native" and call.prefix.shape[0] > 0:
+        from libattnres.backends import native
+
+        native_plan = native.plan(call, plan)
+    return Explanation(chosen, source, reasons, native_plan)
+
+
+def explain_first(
+    device_type: str, forced: str | None, source: Source, refusal: Callable[[str], str | None]
+) -> tuple[str | None, dict[str, str]]:
+    """The choice that :func:`run_first` would make, and why not the others."""
     chosen: str | None = None
     reasons: dict[str, str] = {}
-    order = AUTO_ORDER[call.prefix.device.type]
+    order = AUTO_ORDER[device_type]
     # The automatic candidates first, so that "native was chosen" can be said of the later ones.
     for name in (*order, *(name for name in BACKENDS if name not in order)):
-        reason = refusal(name, call, plan)
+        reason = refusal(name)
         if reason is None and name == forced:
             chosen = name
         elif reason is None and forced is not None:
@@ -242,12 +258,7 @@ def explain_call(
         elif reason is None and name in order:
             reason = f"{chosen} comes first"
         elif reason is None:
-            reason = f"never chosen automatically for {call.prefix.device.type} tensors"
+            reason = f"never chosen automatically for {device_type} tensors"
         if reason is not None:
             reasons[name] = reason
-    native_plan: PlanInfo | None = None
-    if chosen == "native" and call.prefix.shape[0] > 0:
-        from libattnres.backends import native
-
-        native_plan = native.plan(call, plan)
-    return Explanation(chosen, source, reasons, native_plan)
+    return chosen, reasons

@@ -17,9 +17,10 @@ from libattnres._api import (
     _transforms,
 )
 from libattnres._call import refuse_grad_of, refuse_tangents_of
-from libattnres._two_phase_call import MergeCall
+from libattnres._dispatch import Explanation
+from libattnres._two_phase_call import MergeCall, checked_bank_call, checked_merge_call
 
-__all__ = ["attn_res_bank", "attn_res_merge"]
+__all__ = ["attn_res_bank", "attn_res_merge", "explain_bank", "explain_merge"]
 
 _merge_tensors = _core.merge_tensors
 
@@ -255,6 +256,90 @@ def attn_res_merge(
         if written:
             _increment_version(tuple(written))
     return output  # type: ignore[return-value]
+
+
+def explain_bank(
+    blocks: torch.Tensor,
+    num_blocks: int,
+    norm_weights: torch.Tensor,
+    qk_weights: torch.Tensor,
+    eps: float = 1e-5,
+    *,
+    bank: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    bank_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    pdl: str = "wait",
+    batch_invariant: bool | None = None,
+) -> Explanation:
+    """Which backend :func:`attn_res_bank` would take, as :func:`libattnres.explain` says of ``attn_res``.
+
+    Nothing is run or written; memory for ``bank`` and ``lse`` that are not given is allocated for the while.
+
+    Parameters
+    ----------
+    blocks, num_blocks, norm_weights, qk_weights, eps, bank, lse, bank_dtype, backend, pdl, batch_invariant
+        As for :func:`attn_res_bank`.
+
+    Returns
+    -------
+    Explanation
+        Backend, what decided, and reasons; its ``plan`` is None.
+    """
+    call = checked_bank_call(
+        blocks, num_blocks, norm_weights, qk_weights, eps, bank, lse, bank_dtype, pdl, batch_invariant
+    )
+    return _two_phase_call.explain(call, backend)
+
+
+def explain_merge(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    bank: torch.Tensor,
+    lse: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    blocks: torch.Tensor | None = None,
+    block_write_idx: int = -1,
+    eps: float = 1e-5,
+    output_norm_eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+    pdl: str = "wait",
+    batch_invariant: bool | None = None,
+) -> Explanation:
+    """Which backend :func:`attn_res_merge` would take, as :func:`libattnres.explain` says of ``attn_res``.
+
+    Parameters
+    ----------
+    prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, block_write_idx
+        As for :func:`attn_res_merge`, as are ``eps``, ``output_norm_eps``, ``out``, ``backend``, ``pdl`` and
+        ``batch_invariant``.
+
+    Returns
+    -------
+    Explanation
+        Backend, what decided, and reasons; its ``plan`` is None.
+    """
+    call = checked_merge_call(
+        prefix,
+        delta,
+        bank,
+        lse,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out,
+        pdl,
+        batch_invariant,
+    )
+    return _two_phase_call.explain(call, backend)
 
 
 def _may_require_grad(tensors: tuple[torch.Tensor | None, ...]) -> bool:

@@ -25,7 +25,15 @@ from libattnres._call import (
     meaningful_stride,
     resolved_batch_invariant,
 )
-from libattnres._dispatch import AUTO_ORDER, BATCH_VARIANT, load, requested_backend, run_first
+from libattnres._dispatch import (
+    AUTO_ORDER,
+    BATCH_VARIANT,
+    Explanation,
+    explain_first,
+    load,
+    requested_backend,
+    run_first,
+)
 
 __all__ = [
     "BankCall",
@@ -33,6 +41,9 @@ __all__ = [
     "bank",
     "check_bank_without_memory",
     "check_merge_without_memory",
+    "checked_bank_call",
+    "checked_merge_call",
+    "explain",
     "merge",
 ]
 
@@ -324,6 +335,26 @@ def bank(
     batch_invariant: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check and run one call on tensors that hold memory, past autograd and tracing."""
+    call = checked_bank_call(
+        blocks, num_blocks, norm_weights, qk_weights, eps, bank, lse, bank_dtype, pdl, batch_invariant
+    )
+    run(call, backend)
+    return call.bank, call.lse
+
+
+def checked_bank_call(
+    blocks: torch.Tensor,
+    num_blocks: int,
+    norm_weights: torch.Tensor,
+    qk_weights: torch.Tensor,
+    eps: float,
+    bank: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    bank_dtype: torch.dtype | None,
+    pdl: str,
+    batch_invariant: bool | None,
+) -> BankCall:
+    """Everything that is wrong about a call whatever backend it runs on; makes what is not given."""
     dtype = check_bank_tensors(blocks, norm_weights, qk_weights, bank, lse, bank_dtype)
     num_blocks = checked_index("num_blocks", num_blocks)
     eps = checked_epsilon("eps", eps)
@@ -337,8 +368,7 @@ def bank(
         lse = torch.empty(*leading, dtype=torch.float32, device=blocks.device)
     call = BankCall(blocks, num_blocks, norm_weights, qk_weights, eps, bank, lse, pdl, batch_invariant)
     call.check_memory()
-    run(call, backend)
-    return bank, lse
+    return call
 
 
 def merge(
@@ -359,6 +389,43 @@ def merge(
     batch_invariant: bool | None,
 ) -> torch.Tensor:
     """Check and run one call on tensors that hold memory, past autograd and tracing."""
+    call = checked_merge_call(
+        prefix,
+        delta,
+        bank,
+        lse,
+        norm_weight,
+        qk_weight,
+        output_norm_weight,
+        blocks,
+        block_write_idx,
+        eps,
+        output_norm_eps,
+        out,
+        pdl,
+        batch_invariant,
+    )
+    run(call, backend)
+    return call.out
+
+
+def checked_merge_call(
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    bank: torch.Tensor,
+    lse: torch.Tensor,
+    norm_weight: torch.Tensor,
+    qk_weight: torch.Tensor,
+    output_norm_weight: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    block_write_idx: int,
+    eps: float,
+    output_norm_eps: float,
+    out: torch.Tensor | None,
+    pdl: str,
+    batch_invariant: bool | None,
+) -> MergeCall:
+    """Everything that is wrong about a call whatever backend it runs on; makes an ``out`` not given."""
     block_write_idx = checked_index("block_write_idx", block_write_idx)
     check_merge_tensors(
         prefix,
@@ -396,26 +463,37 @@ def merge(
         batch_invariant,
     )
     call.check_memory()
-    run(call, backend)
-    return out
+    return call
+
+
+def unsupported(name: str, call: BankCall | MergeCall) -> str | None:
+    """Why a backend cannot serve a call, as far as its module can tell before trying, or None."""
+    if call.batch_invariant and name in BATCH_VARIANT:
+        return BATCH_VARIANT[name]
+    module: Any = load(name)
+    reason: str | None = module.unsupported_phase(call)
+    return reason
 
 
 def run(call: BankCall | MergeCall, backend: str | None) -> None:
     """Run a checked call on the backend it is due, as ``attn_res`` is."""
     forced, source = requested_backend(backend, None)
 
-    def unsupported(name: str) -> str | None:
-        if call.batch_invariant and name in BATCH_VARIANT:
-            return BATCH_VARIANT[name]
-        module: Any = load(name)
-        reason: str | None = module.unsupported_phase(call)
-        return reason
-
     def forward(name: str) -> None:
         module: Any = load(name)
         call.run(module)
 
-    run_first(AUTO_ORDER[call.rows.device.type], forced, source, unsupported, forward)
+    order = AUTO_ORDER[call.rows.device.type]
+    run_first(order, forced, source, lambda name: unsupported(name, call), forward)
+
+
+def explain(call: BankCall | MergeCall, backend: str | None) -> Explanation:
+    """The choice that :func:`run` would make, and why not the others. Runs nothing."""
+    forced, source = requested_backend(backend, None)
+    chosen, reasons = explain_first(
+        call.rows.device.type, forced, source, lambda name: unsupported(name, call)
+    )
+    return Explanation(chosen, source, reasons, None)
 
 
 def check_bank_without_memory(

@@ -246,6 +246,38 @@ def test_a_bad_row_spoils_its_own_token_alone(value: float, backend: str) -> Non
     assert outputs[1][2].isnan().all()
 
 
+@pytest.mark.parametrize("backend", [None, "torch", "native"])
+def test_explanations_are_what_runs(backend: str | None) -> None:
+    case = Case()
+    before = {name: memory.clone() for name, memory in case.allocations.items()}
+    bank = libattnres.explain_bank(
+        case.blocks, case.num_blocks, case.norm_weights, case.qk_weights, backend=backend
+    )
+    merge = libattnres.explain_merge(**case.merge_arguments(), backend=backend)
+    for name, memory in case.allocations.items():
+        assert reference.same_bits(memory, before[name]), name
+    for explanation in (bank, merge):
+        assert explanation.source == ("auto" if backend is None else "argument")
+        assert explanation.plan is None
+        if backend == "native":
+            assert explanation.backend is None
+            assert explanation.reasons["native"].startswith("native needs CUDA tensors, ")
+            continue
+        assert explanation.backend == (backend or "host")
+        assert explanation.backend not in explanation.reasons
+        module = _two_phase_call.load(explanation.backend)
+        ran: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(libattnres._two_phase, "_merge_tensors", lambda *arguments: False)
+            patch.setattr(module, "bank", lambda call, ran=ran: ran.append("bank"))
+            patch.setattr(module, "merge", lambda call, ran=ran: ran.append("merge"))
+            case.run_bank(backend=backend)
+            libattnres.attn_res_merge(**case.merge_arguments(), backend=backend)
+        assert ran == ["bank", "merge"]
+    with pytest.raises(ValueError, match=r"^num_blocks: expected 1\.\.8, got 0"):
+        libattnres.explain_bank(case.blocks, 0, case.norm_weights, case.qk_weights)
+
+
 def test_reference_of_two_phases_is_that_of_one() -> None:
     case = Case(num_blocks=5, prefixes_per_row=2)
     made = reference.attn_res_bank(case.blocks, 5, case.norm_weights, case.qk_weights)

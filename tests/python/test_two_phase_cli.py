@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``walk --two-phase`` and ``bench --two-phase`` on the CPU and against a stand-in for the GPU."""
+"""``walk`` and ``bench`` in two phases, and ``explain``, on the CPU and against a stand-in for the GPU."""
 
 from __future__ import annotations
 
@@ -329,6 +329,30 @@ def test_the_floor_of_a_pass_reads_and_writes_its_rows(bank_dtype: torch.dtype) 
     assert all(torch.equal(rows.float(), wanted) for rows in bank)
     assert memory[..., 7168:].isnan().all()
     assert not lse.isnan().any()
+
+
+# --- explain --------------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_runs_each_call_and_why(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "explain.json"
+    arguments = ["explain", "--device", "cpu", "--tokens", "2", "--hidden-size", "64", "--sites", "3"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "attn_res_merge" in printed
+    assert "takes one phase: only native kernels gain by it, the rows are on cpu" in printed
+    document = json.loads(path.read_text())
+    for call in ("attn_res", "attn_res_bank", "attn_res_merge"):
+        assert (document[call]["backend"], document[call]["source"]) == ("host", "auto")
+        assert document[call]["reasons"]["torch"] == "host comes first"
+    assert document["two_phase"]["two_phase"] is False
+
+
+def test_explain_fails_where_nothing_serves(capsys: Any) -> None:
+    arguments = ["explain", "--device", "cpu", "--hidden-size", "64"]
+    assert cli.main([*arguments, "--backend", "native"]) == 1
+    assert cli.main([*arguments, "--sites", "0"]) == 2
+    assert "--sites: expected a number from 1 to 1024, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -17,7 +17,19 @@ import libattnres
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("info", "permutations", "demo", "verify", "bench", "walk", "report", "tune", "certify", "model")
+COMMANDS = (
+    "info",
+    "explain",
+    "permutations",
+    "demo",
+    "verify",
+    "bench",
+    "walk",
+    "report",
+    "tune",
+    "certify",
+    "model",
+)
 
 # What a C or C++ build asks for: option, folder inside the package, help.
 FOLDERS = (
