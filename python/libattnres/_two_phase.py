@@ -18,7 +18,7 @@ from libattnres._api import (
 )
 from libattnres._call import refuse_grad_of, refuse_tangents_of
 from libattnres._dispatch import Explanation
-from libattnres._two_phase_call import MergeCall, checked_bank_call, checked_merge_call
+from libattnres._two_phase_call import BankCall, MergeCall, checked_bank_call, checked_merge_call
 
 __all__ = ["attn_res_bank", "attn_res_merge", "explain_bank", "explain_merge"]
 
@@ -286,6 +286,8 @@ def explain_bank(
     Explanation
         Backend, what decided, and reasons; its ``plan`` is None.
     """
+    for name, tensor in zip(BankCall.ARGUMENTS, (blocks, norm_weights, qk_weights, bank, lse), strict=True):
+        _two_phase_ops.refuse_dtensor(name, tensor)
     call = checked_bank_call(
         blocks, num_blocks, norm_weights, qk_weights, eps, bank, lse, bank_dtype, pdl, batch_invariant
     )
@@ -323,6 +325,9 @@ def explain_merge(
     Explanation
         Backend, what decided, and reasons; its ``plan`` is None.
     """
+    tensors = (prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, out)
+    for name, tensor in zip(MergeCall.ARGUMENTS, tensors, strict=True):
+        _two_phase_ops.refuse_dtensor(name, tensor)
     call = checked_merge_call(
         prefix,
         delta,

@@ -67,8 +67,13 @@ OPS = tuple(SCHEMAS)
 def check_tensor_type(name: str, tensor: Any) -> None:
     """Whether it is a tensor, and of a kind that both phases take."""
     check_type(name, tensor)
+    refuse_dtensor(name, tensor)
+
+
+def refuse_dtensor(name: str, tensor: Any) -> None:
+    """A merge of shards has no meaning of its own: callers pass what their process has."""
     if any_dtensor(tensor):
-        raise TypeError(f"{name}: expected a tensor of one process, got a DTensor, which attn_res takes")
+        raise TypeError(f"{name}: expected a tensor of this process, got a DTensor; pass {name}.to_local()")
 
 
 def check_common(backend: str | None, pdl: str, batch_invariant: bool | None) -> None:

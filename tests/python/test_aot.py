@@ -13,7 +13,7 @@ from pathlib import Path
 import libattnres
 import pytest
 import torch
-from libattnres import _ops, reference
+from libattnres import _ops, _two_phase_ops, reference
 from permutation_table import ROOT
 from programs import run_program
 
@@ -152,12 +152,13 @@ def test_the_op_library_is_what_python_defines(op_library: Path) -> None:
     """The same: one worker builds it."""
     check_schemas(op_library)
     check_places_and_refusals(op_library)
+    check_two_phases(op_library)
     check_second_definition(op_library)
 
 
 def check_schemas(op_library: Path) -> None:
     """Names, arguments and defaults."""
-    names = (*_ops.OPS, "_copy")
+    names = (*_ops.OPS, *_two_phase_ops.OPS, "_copy")
     program = f"""
 import sys, torch
 torch.ops.load_library({str(op_library)!r})
@@ -224,6 +225,74 @@ refused("prefix: expected bfloat16", prefix.double(), delta.double(), bank.doubl
 print("fine")
 """
     assert run_program(program, LIBATTNRES_BACKEND="").strip() == "fine"
+
+
+def check_two_phases(op_library: Path) -> None:
+    """The bits of the ops that Python defines, places and refusals."""
+    program = """
+import sys, torch
+if len(sys.argv) > 1:
+    torch.ops.load_library(sys.argv[1])
+else:
+    import libattnres
+    libattnres.attn_res
+ops = torch.ops.libattnres
+T, R, H, S = 3, 4, 16, 2
+generator = torch.Generator().manual_seed(1)
+normal = lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16)
+blocks, norm, qk, weight = normal(T, R, H), normal(S, H), normal(S, H), normal(H)
+prefix, delta = normal(T, H), normal(T, H)
+results = []
+for dtype in (None, torch.float32):
+    bank, lse = ops.attn_res_bank(blocks, 2, norm, qk, bank_dtype=dtype)
+    memory, logs = torch.zeros(S + 1, T, H, dtype=bank.dtype), torch.zeros(S + 1, T)
+    place = lambda view: [*view.shape, *view.stride(), view.storage_offset()]
+    ops.attn_res_bank_out_(blocks, 2, norm, qk, memory, logs, bank_place=place(memory[1:]),
+                           lse_place=place(logs[1:]))
+    assert torch.equal(memory[1:], bank) and torch.equal(logs[1:], lse)
+    assert not memory[0].any() and not logs[0].any()
+    site = (bank[1], lse[1], norm[1], qk[1])
+    results += [bank, lse, ops.attn_res_merge(prefix, *site, None)]
+    own, rows = prefix.clone(), blocks.clone()
+    results += [ops.attn_res_merge_add_(own, delta, *site, weight), own.clone()]
+    results += [ops.attn_res_merge_write_(own, *site, weight, rows, 3), rows.clone()]
+    both = torch.cat([own[:, None], rows], dim=1)
+    expected = ops.attn_res_merge_(own, delta, *site, weight, rows, 0)
+    got = ops.attn_res_merge_(both, delta, *site, weight, both, 0, prefix_place=place(both[:, 0]),
+                              blocks_place=place(both[:, 1:]))
+    assert torch.equal(got, expected) and torch.equal(both[:, 0], own) and torch.equal(both[:, 1:], rows)
+    out = torch.zeros(T, H, dtype=torch.bfloat16)
+    ops.attn_res_merge_out_(own, own, *site, weight, None, -1, out)
+    results += [expected, own, rows, out]
+
+def refused(text, op, *arguments):
+    before = prefix.clone(), blocks.clone()
+    try:
+        op(*arguments)
+    except (RuntimeError, ValueError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("not refused: " + text)
+    assert torch.equal(prefix, before[0]) and torch.equal(blocks, before[1])
+
+refused("num_blocks: expected 1..4, got 0", ops.attn_res_bank, blocks, 0, norm, qk)
+refused("bank_dtype: expected ", ops.attn_res_bank, blocks, 2, norm, qk, 1e-5, torch.float16)
+refused("qk_weights: expected ", ops.attn_res_bank, blocks, 2, norm, qk[:1])
+refused("lse: expected ", ops.attn_res_merge, prefix, bank[0], lse[0].half(), norm[0], qk[0], None)
+refused("bank: expected ", ops.attn_res_merge, prefix, bank[0][:, :8], lse[0], norm[0], qk[0], None)
+refused("block_write_idx: expected -1..3, got 4", ops.attn_res_merge_, prefix, delta, bank[0], lse[0],
+        norm[0], qk[0], None, blocks, 4)
+print([result.view(torch.uint8).sum(dtype=torch.int64).item() for result in results])
+print([result.double().sum().item() for result in results])
+"""
+    command = [sys.executable, "-c", program]
+    outputs = []
+    for arguments in ([], [str(op_library)]):
+        result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        outputs.append(result.stdout)
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("[") == 2
 
 
 def check_second_definition(op_library: Path) -> None:

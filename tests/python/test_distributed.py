@@ -302,9 +302,11 @@ def two_phases_refuse_dtensors_by_name(rank: int) -> None:
     prefix, delta, blocks, norm_weight, qk_weight, _ = case(4)
     bank, lse = libattnres.attn_res_bank(blocks, 2, norm_weight[None], qk_weight[None])
     sharded = shard(blocks, Shard(0))
-    with pytest.raises(TypeError, match=r"^blocks: expected a tensor of one process, got a DTensor"):
+    with pytest.raises(TypeError, match=r"^blocks: expected a tensor of this process, got a DTensor"):
         libattnres.attn_res_bank(sharded, 2, norm_weight[None], qk_weight[None])
-    with pytest.raises(TypeError, match=r"^delta: expected a tensor of one process, got a DTensor"):
+    with pytest.raises(TypeError, match=r"^blocks: expected a tensor of this process, got a DTensor"):
+        libattnres.explain_bank(sharded, 2, norm_weight[None], qk_weight[None])
+    with pytest.raises(TypeError, match=r"^delta: expected a tensor of this process, got a DTensor"):
         libattnres.attn_res_merge(
             prefix, shard(delta, Shard(0)), bank[0], lse[0], norm_weight, qk_weight, None
         )
