@@ -106,7 +106,11 @@ class BankCall:
     def check_memory(self) -> None:
         """Ranges, strides and overlap, judged by the library for every backend alike."""
         check_memory_is_held(self, self.ARGUMENTS)
-        _core.check_bank(*self.core_args(), False)
+        self.judge(on_device=False)
+
+    def judge(self, *, on_device: bool) -> None:
+        """What the library alone says of it, on the host or for the native kernels."""
+        _core.check_bank(*self.core_args(), on_device)
 
     def run(self, module: ModuleType) -> None:
         """On one backend."""
@@ -191,7 +195,11 @@ class MergeCall:
     def check_memory(self) -> None:
         """Ranges, strides and overlap, judged by the library for every backend alike."""
         check_memory_is_held(self, self.ARGUMENTS)
-        _core.check_merge(*self.core_args(), False)
+        self.judge(on_device=False)
+
+    def judge(self, *, on_device: bool) -> None:
+        """What the library alone says of it, on the host or for the native kernels."""
+        _core.check_merge(*self.core_args(), on_device)
 
     def run(self, module: ModuleType) -> None:
         """On one backend."""
@@ -490,9 +498,17 @@ def run(call: BankCall | MergeCall, backend: str | None) -> None:
 def explain(call: BankCall | MergeCall, backend: str | None) -> Explanation:
     """The choice that :func:`run` would make, and why not the others. Runs nothing."""
     forced, source = requested_backend(backend, None)
-    chosen, reasons = explain_first(
-        call.rows.device.type, forced, source, lambda name: unsupported(name, call)
-    )
+
+    def refusal(name: str) -> str | None:
+        reason = unsupported(name, call)
+        # Without tokens nothing is launched, so there is no kernel that could refuse.
+        if reason is not None or name != "native" or call.rows.numel() == 0:
+            return reason
+        module: Any = load(name)
+        found: str | None = module.refusal_of_phase(call)
+        return found
+
+    chosen, reasons = explain_first(call.rows.device.type, forced, source, refusal)
     return Explanation(chosen, source, reasons, None)
 
 

@@ -724,6 +724,8 @@ class AttnResStack(nn.Module):
             return Choice(False, "no bank row is read")
         if self.two_phase is not None:
             return Choice(self.two_phase, f"two_phase={self.two_phase} was asked for")
+        if self.bank_dtype not in (None, dtype):
+            return Choice(False, f"only a bank of the rows' type gains by it, it is {self.bank_dtype}")
         return _two_phase_plan.choose(
             num_blocks,
             num_tokens,

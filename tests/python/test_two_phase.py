@@ -13,6 +13,7 @@ import libattnres
 import pytest
 import torch
 from libattnres import _core, _two_phase_call, _two_phase_ops, reference
+from libattnres.backends import native
 from programs import run_program
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -276,6 +277,30 @@ def test_explanations_are_what_runs(backend: str | None) -> None:
         assert ran == ["bank", "merge"]
     with pytest.raises(ValueError, match=r"^num_blocks: expected 1\.\.8, got 0"):
         libattnres.explain_bank(case.blocks, 0, case.norm_weights, case.qk_weights)
+
+
+def test_native_refusals_are_told_before_they_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels take beyond a device for them: sizes, and places of 16 bytes."""
+    instances = frozenset({(64, 9, 1), (64, 9, 2)})
+    monkeypatch.setattr(native, "_instances", lambda: instances)
+
+    def reasons(**sizes: Any) -> tuple[str | None, str | None]:
+        case = Case(**sizes)
+        bank = _two_phase_call.checked_bank_call(
+            case.blocks, 4, case.norm_weights, case.qk_weights, 1e-5, case.bank, case.lse, None, "wait", None
+        )
+        arguments = case.merge_arguments(0, blocks=None, block_write_idx=-1, eps=1e-5, output_norm_eps=1e-5)
+        merge = _two_phase_call.checked_merge_call(**arguments, out=None, pdl="wait", batch_invariant=None)
+        return native.refusal_of_phase(bank), native.refusal_of_phase(merge)
+
+    assert reasons() == reasons(prefixes_per_row=2) == (None, None)
+    of_bank, of_merge = reasons(padding=3)
+    assert of_bank is not None
+    assert of_merge is not None
+    assert "multiples of 16 bytes" in of_bank
+    assert "multiples of 16 bytes" in of_merge
+    assert reasons(hidden_size=128) == ("native is compiled for H in [64], got H=128",) * 2
+    assert reasons(prefixes_per_row=3) == (None, "native is compiled for B in [1, 2], got B=3")
 
 
 def test_reference_of_two_phases_is_that_of_one() -> None:

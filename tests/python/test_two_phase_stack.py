@@ -393,6 +393,14 @@ def test_the_choice_is_for_native_kernels_alone(changes: dict[str, Any], reason:
     assert _two_phase_plan.choose(**{**arguments, **changes}) == (False, reason)
 
 
+@pytest.mark.usefixtures("on_gpu")
+def test_a_bank_of_another_type_is_taken_only_when_asked_for() -> None:
+    stack = stack_of(24, 12, two_phase=None, bank_dtype=torch.float32)
+    reason = "only a bank of the rows' type gains by it, it is torch.float32"
+    assert stack._choice(25, 4096, CUDA, torch.bfloat16) == (False, reason)
+    assert stack_of(24, 12, bank_dtype=torch.float32)._choice(25, 4096, CUDA, torch.bfloat16).two_phase
+
+
 def test_a_gpu_without_kernels_runs_in_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "device_reason", lambda device: "no kernel for it")
     choice = _two_phase_plan.choose(8, 1, 24, 7168, CUDA)

@@ -19,6 +19,7 @@ __all__ = [
     "hidden_sizes",
     "merge",
     "plan",
+    "refusal_of_phase",
     "unsupported",
     "unsupported_phase",
 ]
@@ -153,6 +154,22 @@ def unsupported_phase(call: BankCall | MergeCall) -> str | None:
     if rows.dtype is not torch.bfloat16:
         return f"native computes bfloat16, {name} is {rows.dtype}"
     return device_reason(rows.device.index)
+
+
+def refusal_of_phase(call: BankCall | MergeCall) -> str | None:
+    """Why a launch of a call that :func:`unsupported_phase` has nothing against would be refused, or None."""
+    try:
+        call.judge(on_device=True)
+    except _core.UnsupportedError as error:
+        return str(error)
+    hidden_size = call.rows.shape[-1]
+    if hidden_size not in hidden_sizes():
+        return f"native is compiled for H in {sorted(hidden_sizes())}, got H={hidden_size}"
+    shared = {prefixes_per_row for _, _, prefixes_per_row in _instances()}
+    prefixes_per_row = 1 if isinstance(call, BankCall) else call.prefix.shape[0] // call.bank.shape[0]
+    if prefixes_per_row not in shared:
+        return f"native is compiled for B in {sorted(shared)}, got B={prefixes_per_row}"
+    return None
 
 
 def bank(call: BankCall) -> None:
