@@ -5,9 +5,10 @@ A bank pass over ``num_blocks`` rows serves ``num_sites`` calls of ``num_tokens`
 native kernels; the first row that holds the tokens counts. By rows moved a pass of ``S`` calls pays where
 ``S > n / (n - 2)``, but where the bank stays in L2 from call to call, reading it again costs less than that.
 
-On an H200 (``docs/performance/two_phase_walk_h200.json``): for a few tokens a merge saves less than its share
-of the pass costs; at 64 tokens two phases take over from three bank rows on, at 128 from five, at 256 from
-six, and in long batches from three. With one bank row a pass never pays.
+On an H200 (``docs/performance/two_phase_walk_h200.json``, ``two_phase_walk_all_h200.json``): up to 32 tokens a
+step is bound by latency, and passes after every write win 1.14 to 1.44. At 64 tokens two phases take over
+from three bank rows on, at 128 from five, at 256 from six, and in long batches from three: there a pass over
+one or two rows never pays.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ __all__ = ["Choice", "choose", "sites_per_pass"]
 
 
 class Row(NamedTuple):
-    """What a pass must serve at least, for batches of up to so many tokens; None where it never pays."""
+    """What a pass must serve at least, for batches of up to so many tokens."""
 
     max_tokens: float
-    min_blocks: int | None
+    min_blocks: int
     min_sites: int
 
 
 TABLE = (
-    Row(15, None, 0),
+    Row(48, 1, 16),
     Row(96, 3, 16),
     Row(192, 5, 16),
-    Row(512, 6, 16),
+    Row(384, 6, 16),
     Row(math.inf, 3, 8),
 )
 
@@ -72,8 +73,6 @@ def choose(
     if reason is not None:
         return Choice(False, reason)
     row = next(row for row in TABLE if row.max_tokens == math.inf or num_tokens <= row.max_tokens)
-    if row.min_blocks is None:
-        return Choice(False, f"it pays from {int(row.max_tokens) + 1} tokens on")
     if num_blocks < row.min_blocks:
         return Choice(False, f"{num_blocks} bank rows are read, it pays from {row.min_blocks} on")
     if num_sites < row.min_sites:

@@ -25,9 +25,13 @@ def two_devices() -> None:
 
 
 def on(case: Any, device: str) -> Any:
-    """The same values on another device."""
+    """The same values on another device, or copied where they are there."""
     return case.with_(
-        **{name: value.to(device) for name in TENSORS if (value := getattr(case, name)) is not None}
+        **{
+            name: value.to(device, copy=True)
+            for name in TENSORS
+            if (value := getattr(case, name)) is not None
+        }
     )
 
 
@@ -88,7 +92,7 @@ def test_tensors_on_different_devices_are_refused(name: str, gpu_case: Callable[
         mixed_out = out.to("cuda:1")
     else:
         mixed = case.with_(**{name: getattr(case, name).to("cuda:1")})
-    culprit = "delta" if name == "prefix" else name  # all others are held against prefix
+    culprit = "(delta|blocks)" if name == "prefix" else name  # all others are held against prefix
     for backend in (None, "native", "triton", "torch"):
         with pytest.raises(ValueError, match=rf"^{culprit}: expected device cuda:[01] as prefix has"):
             libattnres.attn_res(*mixed.arguments, out=mixed_out, backend=backend)

@@ -366,8 +366,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.usefixtures("on_gpu")
 def test_the_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     Row, choose = _two_phase_plan.Row, _two_phase_plan.choose
-    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(7, None, 0), Row(64, 5, 8), Row(math.inf, 3, 4)))
-    assert choose(8, 7, 24, 7168, CUDA) == (False, "it pays from 8 tokens on")
+    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(64, 5, 8), Row(math.inf, 3, 4)))
     assert choose(5, 64, 8, 7168, CUDA) == (True, "8 calls read the same 5 bank rows")
     assert choose(4, 64, 8, 7168, CUDA) == (False, "4 bank rows are read, it pays from 5 on")
     assert choose(5, 64, 7, 7168, CUDA) == (False, "7 calls read the same rows, it pays from 8 on")
@@ -407,11 +406,15 @@ def test_a_gpu_without_kernels_runs_in_one_phase(monkeypatch: pytest.MonkeyPatch
     assert choice == (False, "only native kernels gain by it: no kernel for it")
 
 
-def test_the_built_in_table_never_takes_what_moves_more_rows() -> None:
+def test_the_built_in_table_takes_no_long_batch_that_moves_more_rows() -> None:
     for row in _two_phase_plan.TABLE:
-        for num_blocks in range(9 if row.min_blocks is None else row.min_blocks, 9):
+        if row.max_tokens <= 48:
+            continue  # latency counts there, and was measured
+        for num_blocks in range(row.min_blocks, 9):
             assert row.min_sites > num_blocks / (num_blocks - 2)
-    assert _two_phase_plan.TABLE[-1].max_tokens == math.inf
+    bounds = [row.max_tokens for row in _two_phase_plan.TABLE]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == math.inf
 
 
 def test_wrong_options_are_refused() -> None:
