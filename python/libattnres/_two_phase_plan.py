@@ -5,7 +5,7 @@ A bank pass over ``num_blocks`` rows serves ``num_sites`` calls of ``num_tokens`
 native kernels; the first row that holds the tokens counts. By rows moved a pass of ``S`` calls pays where
 ``S > n / (n - 2)``, but where the bank stays in L2 from call to call, reading it again costs less than that.
 
-On an H200 (``docs/performance/two_phase_walk_h200.json``, ``two_phase_walk_all_h200.json``): up to 32 tokens a
+On an H200 (``docs/performance/two_phase_walk_h200.json``, ``two_phase_walk_all_h200.json``) up to 32 tokens a
 step is bound by latency, and passes after every write win 1.14 to 1.44. At 64 tokens two phases take over
 from three bank rows on, at 128 from five, at 256 from six, and in long batches from three: there a pass over
 one or two rows never pays.

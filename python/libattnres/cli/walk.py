@@ -136,8 +136,7 @@ def measure_tokens(
             results["failures"].append(
                 f"{implementation.name}, {walk.num_tokens} tokens: {type(error).__name__}: {error}"
             )
-    # After all whole steps: with one token, a step that was timed after another's shares took 758 us of an
-    # H200, where the same launches before them took 572.
+    # After all whole steps, which are compared with each other.
     for implementation in walked if shares else ():
         try:
             measured: list[tuple[Group, int, float]] = []
