@@ -293,6 +293,7 @@ class AttnResStack(nn.Module):
             self.output_attn_res_proj = _Weight(1, hidden_size, fill=0.0, **where)
         self._site_weights = SiteWeights(self._norms_and_queries())
         self.register_load_state_dict_post_hook(_tie_again)  # type: ignore[no-untyped-call]
+        self._tie_early()
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> AttnResStack:
@@ -746,6 +747,22 @@ class AttnResStack(nn.Module):
         last = 2 * self.num_layers if self.is_last_stage else 2 * self.end_layer - 1
         return min(2 * self.block_size * self._blocks_before_site(site), last) + 1 - site
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> AttnResStack:
+        """Every move of the parameters."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie_early()
+        return self
+
+    def _tie_early(self) -> None:
+        """Before a graph is traced or captured, where passes are to be expected."""
+        weight = next(self.parameters())
+        if (
+            self.two_phase
+            or (self.two_phase is None and weight.is_cuda)
+            or self._site_weights.norms is not None
+        ):
+            self._site_weights.tie()
+
     def _sites_per_pass(self, site: int, num_tokens: int, dtype: torch.dtype) -> int:
         """How many of them the next bank pass serves."""
         return _two_phase_plan.sites_per_pass(
@@ -794,7 +811,8 @@ class SiteWeights:
 
     def of(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``[count, H]`` each, from one site on."""
-        if self.are_tied():
+        # A graph's inputs may not move while it is traced.
+        if self.are_tied() if torch.compiler.is_compiling() else self.tie():
             assert self.norms is not None
             assert self.queries is not None
             return self.norms[first : first + count], self.queries[first : first + count]
@@ -804,15 +822,20 @@ class SiteWeights:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def are_tied(self) -> bool:
-        """Whether every parameter is such a view; makes it one where that may be done."""
-        weights: list[tuple[Any, Any]] = [
-            (norm._parameters["weight"], query._parameters["weight"]) for norm, query in self.pairs
-        ]
+        """Whether every parameter is such a view."""
+        weights = self._weights()
+        return all(type(weight) is nn.Parameter for pair in weights for weight in pair) and self._are_views(
+            weights
+        )
+
+    def tie(self) -> bool:
+        """Make every parameter such a view where that may be done; whether they are."""
+        if self.are_tied():
+            return True
+        weights = self._weights()
         flat = [weight for pair in weights for weight in pair]
         if any(type(weight) is not nn.Parameter or weight.is_meta for weight in flat):
             return False
-        if self._are_views(weights):
-            return True
         if len({(weight.dtype, weight.device) for weight in flat}) > 1:
             return False
         if flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -824,6 +847,9 @@ class SiteWeights:
                 norm.data = self.norms[index]
                 query.data = self.queries[index : index + 1]
         return True
+
+    def _weights(self) -> list[tuple[Any, Any]]:
+        return [(norm._parameters["weight"], query._parameters["weight"]) for norm, query in self.pairs]
 
     def _are_views(self, weights: list[tuple[Any, Any]]) -> bool:
         if self.norms is None or self.queries is None:
@@ -839,8 +865,7 @@ class SiteWeights:
 def _tie_again(stack: Any, keys: Any) -> None:
     """After a state dict was loaded, which may have replaced parameters that a compiled graph reads."""
     del keys
-    if stack._site_weights.norms is not None:
-        stack._site_weights.are_tied()
+    stack._tie_early()
 
 
 class _Weight(nn.Module):

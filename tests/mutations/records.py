@@ -195,11 +195,11 @@ MUTATIONS = (
     ),
     Mutation(
         "stale_site_weights",
-        "a bank pass sees weights that were changed in place",
+        "a bank pass sees weights that were given other memory",
         "python/libattnres/nn.py",
-        "                norm.data = self.norms[index]\n",
-        "                norm.data = self.norms[index].clone()\n",
-        "tests/python/test_two_phase_stack.py::test_decoding_traced_in_one_graph_is_the_same_to_the_bit",
+        "        return all(\n            norm.data_ptr() == norms + index * size",
+        "        return all(\n            True or norm.data_ptr() == norms + index * size",
+        "tests/python/test_two_phase_stack.py::test_new_weights_are_those_of_the_next_pass",
     ),
     Mutation(
         "autograd",

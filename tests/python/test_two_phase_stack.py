@@ -312,6 +312,31 @@ def test_decoding_traced_in_one_graph_is_the_same_to_the_bit() -> None:
     )
 
 
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_one_graph_for_any_number_of_tokens_follows_the_table(
+    is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced before anything ran eagerly; a choice that depends on the tokens is a guard."""
+    Row = _two_phase_plan.Row
+    monkeypatch.setattr(_two_phase_plan, "unmeasured", lambda *arguments: None)
+    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(15, None, 0), Row(96, 2, 4), Row(math.inf, 1, 4)))
+    stack = stack_of(two_phase=True if is_tied else None)
+    stack.two_phase = None
+    assert (stack._site_weights.norms is not None) == is_tied
+    torch._dynamo.reset()
+
+    def step(hidden: torch.Tensor) -> Any:
+        return stack(hidden, *SUBLAYERS)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    results = {num_tokens: compiled(rows(num_tokens, 64)) for num_tokens in (8, 12, 40, 50, 200, 300)}
+    passes = [sum(choice.two_phase for choice in stack.explain(n).values()) for n in results]
+    assert passes == [0, 0, 1, 1, 2, 2]
+    for num_tokens, result in results.items():
+        assert reference.same_bits(result, step(rows(num_tokens, 64))), num_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
 def test_decoding_compiled_on_the_host_is_plain_pytorch_to_rounding() -> None:
