@@ -320,7 +320,7 @@ def test_one_graph_for_any_number_of_tokens_follows_the_table(
     """Traced before anything ran eagerly; a choice that depends on the tokens is a guard."""
     Row = _two_phase_plan.Row
     monkeypatch.setattr(_two_phase_plan, "unmeasured", lambda *arguments: None)
-    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(15, None, 0), Row(96, 2, 4), Row(math.inf, 1, 4)))
+    monkeypatch.setattr(_two_phase_plan, "TABLE", (Row(15, 9, 4), Row(96, 2, 4), Row(math.inf, 1, 4)))
     stack = stack_of(two_phase=True if is_tied else None)
     stack.two_phase = None
     assert (stack._site_weights.norms is not None) == is_tied
