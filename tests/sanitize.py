@@ -7,7 +7,8 @@
 Needs a GPU, compute-sanitizer, nvcc, g++ and an installed libattnres; the test programs are compiled against
 that. Each tool first gets a program with a fault of its kind, which it must report. Then memcheck, racecheck,
 synccheck and initcheck run over tests/cpp/test_device_forward.cpp: every N with every NC, B and cluster size,
-and blocks that walk many tokens. The exit status is 1 when anything is reported that is not explained here.
+every kernel of the two phases, and blocks that walk many tokens. The exit status is 1 when anything is
+reported that is not explained here.
 
 What racecheck is not believed about. It takes a bulk copy for a store of the thread that issued it. It
 does not know that the copy's bytes, when they complete a barrier, order it before the reads of whoever waited
@@ -46,15 +47,21 @@ OPTIONS = {
     "synccheck": [],
     "initcheck": [],
 }
+JUDGED = (
+    "sampled_permutations_match_float64",
+    "persistent_blocks_walk_many_tokens",
+    "both_phases_match_float64",
+    "both_phases_walk_many_tokens",
+)
 CASES = {
-    "memcheck": ("sampled_permutations_match_float64", "persistent_blocks_walk_many_tokens"),
-    "racecheck": ("sampled_permutations_match_float64", "persistent_blocks_walk_many_tokens"),
-    "synccheck": ("sampled_permutations_match_float64", "persistent_blocks_walk_many_tokens"),
+    "memcheck": JUDGED,
+    "racecheck": JUDGED,
+    "synccheck": JUDGED,
     # The others write all of their memory before the call, so there is nothing to find in them.
-    "initcheck": ("sampled_permutations_read_only_what_they_must",),
+    "initcheck": ("sampled_permutations_read_only_what_they_must", "both_phases_read_only_what_they_must"),
 }
 BULK_COPY = "UBLKCP"
-LOAD = "LDS"
+LOADS = ("LDS", "LDSM")  # LDSM: ldmatrix
 TIMEOUT = 900  # seconds for one program under one tool
 KEPT = 20  # reports that the summary quotes
 
@@ -287,7 +294,7 @@ def is_copy_and_load(race: Race, opcodes: dict[tuple[str, int], str]) -> bool:
     for access in (race.first, race.second):
         opcode = opcodes.get((access.function, access.offset), "")
         sides[opcode.split(".")[0]] = access.kind
-    return sides == {BULK_COPY: "Write", LOAD: "Read"}
+    return any(sides == {BULK_COPY: "Write", load: "Read"} for load in LOADS)
 
 
 def describe(access: Access, opcodes: dict[tuple[str, int], str]) -> str:

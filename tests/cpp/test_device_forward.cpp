@@ -254,6 +254,173 @@ void expect_reads_only_required(const attnres_permutation& permutation) {
   }
 }
 
+// --- the two phases ------------------------------------------------------------------------------------
+
+// What a bank pass leaves, in device memory: `sites` sites that all have the weights of the one call.
+class DeviceBank {
+ public:
+  DeviceBank(const ForwardCase& host, int32_t sites, bool float32)
+      : sites_(sites), float32_(float32), entries_(host.num_entries()) {
+    const size_t rows = static_cast<size_t>(sites) * entries_;
+    require_cuda(cudaMalloc(&bank_, rows * host.shape.hidden_size * (float32 ? 4 : 2)),
+                 "cudaMalloc");
+    require_cuda(cudaMalloc(reinterpret_cast<void**>(&lse_), rows * sizeof(float)), "cudaMalloc");
+  }
+  ~DeviceBank() {
+    cudaFree(bank_);
+    cudaFree(lse_);
+  }
+  DeviceBank(const DeviceBank&) = delete;
+  DeviceBank& operator=(const DeviceBank&) = delete;
+
+  attnres_bank_args bank_args(const ForwardCase& host, const DeviceCase& device) const {
+    const Shape& shape = host.shape;
+    attnres_bank_args args = ATTNRES_BANK_ARGS_INIT;
+    args.num_bank_tokens = entries_;
+    args.num_bank_rows = shape.num_bank_rows;
+    args.hidden_size = shape.hidden_size;
+    args.num_blocks = shape.num_blocks;
+    args.num_sites = sites_;
+    args.blocks = device.pointers()[kBlocks];
+    args.norm_weights = device.pointers()[kNormWeight];
+    args.qk_weights = device.pointers()[kQkWeight];
+    args.bank = bank_;
+    args.lse = lse_;
+    args.blocks_token_stride = shape.num_bank_rows * host.row_stride();
+    args.blocks_row_stride = host.row_stride();
+    args.bank_site_stride = entries_ * shape.hidden_size;
+    args.bank_token_stride = shape.hidden_size;
+    args.lse_stride = entries_;
+    args.eps = shape.eps;
+    args.dtype = shape.dtype;
+    args.float32_bank = float32_;
+    return args;
+  }
+
+  attnres_merge_args merge_args(const ForwardCase& host, const DeviceCase& device, int32_t site,
+                                const Forced& forced) const {
+    const attnres_forward_args call = forced.apply(host.args(device.pointers()));
+    const int64_t first = int64_t{site} * entries_;
+    attnres_merge_args args = ATTNRES_MERGE_ARGS_INIT;
+    args.num_tokens = call.num_tokens;
+    args.num_bank_tokens = call.num_bank_tokens;
+    args.num_bank_rows = call.num_bank_rows;
+    args.hidden_size = call.hidden_size;
+    args.block_write_idx = call.block_write_idx;
+    args.float32_bank = float32_;
+    args.prefix = call.prefix;
+    args.delta = call.delta;
+    args.bank = static_cast<unsigned char*>(bank_) + first * call.hidden_size * (float32_ ? 4 : 2);
+    args.lse = lse_ + first;
+    args.norm_weight = call.norm_weight;
+    args.qk_weight = call.qk_weight;
+    args.output_norm_weight = call.output_norm_weight;
+    args.blocks = call.blocks;
+    args.output = call.output;
+    args.prefix_stride = call.prefix_stride;
+    args.delta_stride = call.delta_stride;
+    args.bank_stride = call.hidden_size;
+    args.blocks_token_stride = call.blocks_token_stride;
+    args.blocks_row_stride = call.blocks_row_stride;
+    args.output_stride = call.output_stride;
+    args.eps = call.eps;
+    args.output_norm_eps = call.output_norm_eps;
+    args.dtype = call.dtype;
+    args.pdl = call.pdl;
+    args.kernel = call.kernel;
+    args.ctas_per_sm = call.ctas_per_sm;
+    args.cluster_size = call.cluster_size;
+    args.rows_in_flight = call.rows_in_flight;
+    return args;
+  }
+
+ private:
+  int32_t sites_;
+  bool float32_;
+  int64_t entries_;
+  void* bank_ = nullptr;
+  float* lse_ = nullptr;
+};
+
+// Runs both phases for the last site, right after each other; true when nothing was refused.
+bool run_both(const ForwardCase& host, const DeviceCase& device, const DeviceBank& bank,
+              int32_t sites, const Forced& forced) {
+  const attnres_bank_args first = bank.bank_args(host, device);
+  const attnres_merge_args second = bank.merge_args(host, device, sites - 1, forced);
+  if (attnres_bank(&first, nullptr) == ATTNRES_OK &&
+      attnres_merge(&second, nullptr) == ATTNRES_OK) {
+    return true;
+  }
+  fail_case(host.shape, forced, attnres_last_error_message());
+  return false;
+}
+
+// Judges both phases against the whole call, and a second time by the bits of the first.
+void expect_both_right(const Shape& shape, int32_t sites, bool float32, const Forced& forced) {
+  const ForwardCase before(shape);
+  ForwardCase call = before, again = before;
+  const DeviceCase device(before);
+  DeviceCase second(before);
+  const DeviceBank bank(before, sites, float32), other(before, sites, float32);
+  if (!run_both(before, device, bank, sites, forced)) return;
+  device.download(call);
+  const std::string wrong = call.mismatch(before.expected());
+  if (!wrong.empty()) return fail_case(shape, forced, wrong);
+  if (!run_both(before, second, other, sites, forced)) return;
+  second.download(again);
+  for (int i = 0; i < kCount; ++i) {
+    if (again.buffers[i].bytes != call.buffers[i].bytes) {
+      return fail_case(shape, forced, "another run gave other bits");
+    }
+  }
+}
+
+// Every merge kernel once, and with them bank passes over 1 to 8 rows for some sites and for more than one part.
+template <typename Body>
+void for_each_merge(const Body& body) {
+  require_native();
+  const Forced kernels[] = {{.kernel = ATTNRES_KERNEL_RING},
+                            {.kernel = ATTNRES_KERNEL_CLUSTER, .cluster_size = 2},
+                            {.kernel = ATTNRES_KERNEL_CLUSTER, .cluster_size = 4},
+                            {.kernel = ATTNRES_KERNEL_CLUSTER, .cluster_size = 7}};
+  int turn = 0;
+  for (const Forced& kernel : kernels) {
+    for (const bool float32 : {false, true}) {
+      for (const int form : {0, 1, 2}) {  // the common path; a write; neither delta nor output norm
+        for (const int32_t prefixes : {1, 2}) {
+          if (prefixes == 2 && (kernel.kernel == ATTNRES_KERNEL_CLUSTER || form == 1)) continue;
+          Shape shape{.num_tokens = 3 * prefixes,
+                      .prefixes_per_entry = prefixes,
+                      .num_bank_rows = 9,
+                      .hidden_size = 7168,
+                      .num_blocks = 1 + turn % 8};
+          shape.block_write_idx = form == 1 ? shape.num_blocks / 2 : -1;
+          shape.has_delta = form != 2;
+          shape.has_output_norm = form != 2;
+          shape.padding = form == 1 ? 8 : 0;
+          Forced forced = kernel;
+          forced.pdl = turn % 2 == 0 ? ATTNRES_PDL_WAIT : ATTNRES_PDL_OFF;
+          body(shape, turn % 3 == 0 ? 25 : 1 + turn % 5, float32, forced);
+          ++turn;
+        }
+      }
+    }
+  }
+}
+
+// As expect_reads_only_required: the memory of the bank and of lse is new, and the operator's is what may be read.
+void expect_both_read_only_required(const Shape& shape, int32_t sites, bool float32,
+                                    const Forced& forced) {
+  const ForwardCase call(shape);
+  const DeviceCase whole(call), required(call, true);
+  const DeviceBank bank(call, sites, float32), other(call, sites, float32);
+  if (!run_both(call, whole, bank, sites, forced)) return;
+  if (!run_both(call, required, other, sites, forced)) return;
+  if (whole.download_output(call) != required.download_output(call)) {
+    fail_case(shape, forced, "memory that must not be read changed the output");
+  }
+}
+
 }  // namespace
 
 TEST_CASE(every_ring_permutation_matches_float64) { expect_family_is_right(ATTNRES_KERNEL_RING); }
@@ -269,6 +436,19 @@ TEST_CASE(sampled_permutations_match_float64) {
 
 TEST_CASE(sampled_permutations_read_only_what_they_must) {
   for_each_permutation(is_sampled, expect_reads_only_required);
+}
+
+TEST_CASE(both_phases_match_float64) { for_each_merge(expect_both_right); }
+
+TEST_CASE(both_phases_read_only_what_they_must) { for_each_merge(expect_both_read_only_required); }
+
+TEST_CASE(both_phases_walk_many_tokens) {
+  require_native();
+  // About seven groups for each of an H200's clusters, and three tokens for each of its blocks.
+  for (const bool float32 : {false, true}) {
+    expect_both_right({.num_tokens = 401, .hidden_size = 7168, .num_blocks = 8}, 24, float32,
+                      {.kernel = ATTNRES_KERNEL_RING, .ctas_per_sm = 1, .rows_in_flight = 2});
+  }
 }
 
 TEST_CASE(persistent_blocks_walk_many_tokens) {
