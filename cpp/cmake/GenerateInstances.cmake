@@ -95,7 +95,14 @@ endfunction()
 
 # One file of instantiations of the class that `kernel` names (MERGE_RING: MergeRingInstance), which `header`
 # defines; appends to `sources` and to the variable `registry_name` of the caller.
-macro(_attnres_write_instances registry_name kernel header suffix instances)
+macro(
+  _attnres_write_instances
+  registry_name
+  kernel
+  header
+  suffix
+  instances
+)
   set(content "// Generated from cuda/instances.cmake.\n#include \"${header}.cuh\"\n\n")
   string(REPLACE "_" ";" words "${kernel}")
   set(class "")
