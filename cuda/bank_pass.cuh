@@ -6,7 +6,7 @@
 //   score_i    = dot(v_i, q_s) rsqrt(mean(v_i^2) + eps)          for the num_blocks bank rows v_i
 //   bank[s, t] = sum softmax(score)_i v_i,   lse[s, t] = log sum exp(score_i)
 //
-// Bytes moved: num_blocks rows read once for every 24 sites, and S written, per entry.
+// Bytes moved, per entry: num_blocks rows read once for each part of the sites, at most 24, and S written.
 //
 // A cluster of 8 blocks works on a group of one or two entries at a time, for up to 24 sites; each block owns 1/8 of
 // the columns and holds them of six groups in shared memory. Scores and sums are float32 products of tensor
@@ -377,7 +377,7 @@ class MixWarp {
         column_(column) {}
 
   __device__ __forceinline__ void run() {
-    // These chunks are of one entry: a warp has 3 or 4, or 7, of the 28 of an entry.
+    // These chunks are of one entry: for H = 7168 a warp has 3 or 4, or 7, of the 28 of an entry.
     const int begin = warp_ * (share_.entries * T::kChunks) / T::kWarps;
     const int end = (warp_ + 1) * (share_.entries * T::kChunks) / T::kWarps;
     const int entry = begin / T::kChunks;

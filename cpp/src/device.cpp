@@ -315,8 +315,7 @@ attnres_probe_info probe(int device) {
 
 void warmup(int device) {
   const CurrentDevice current(device);
-  const attnres_probe_info& info = probe_cached(current.ordinal());
-  if (info.native == 0) fail(ATTNRES_UNSUPPORTED, info.reason);
+  require_native(current.ordinal());
   for (const Instance& instance : instances()) prepare(instance, current.ordinal());
   for (const MergeEntry& entry : merge_kernels()) prepare(entry, current.ordinal());
   for (const BankEntry& entry : bank_kernels()) prepare_bank(entry, current.ordinal());

@@ -69,8 +69,9 @@ BankParams bank_params(const attnres_bank_args& args) {
           .entries_per_group = kBankEntriesPerGroup};
 }
 
-// H200 (132 SMs, of which 15 clusters of 8 have 120), 2026-11-29, S = 24, microseconds: one token takes 4.5 with
-// eight sites a cluster and 5.7 with all of them, 4 tokens 5.5 and 7.1, 16 tokens 10.4 and 8.7.
+// H200 (132 SMs, of which 15 clusters of 8 have 120), 2026-11-29, S = 24, microseconds, before the first groups were
+// read beside the queries: one token took 4.5 with eight sites a cluster and 5.7 with all of them, 4 tokens 5.5 and
+// 7.1, 16 tokens 10.4 and 8.7.
 constexpr int64_t kMaxTokensToSplitSites = 8;
 constexpr int32_t kSitesOfASplit = 8;
 

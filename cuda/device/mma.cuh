@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor-core PTX of the bank kernel, and what its blocks need to send to each other; as ptx.cuh.
+// Tensor-core PTX of the bank kernel; as ptx.cuh.
 // Operands lie in registers as "Matrix Fragments for mma.m16n8k16" (PTX ISA 9.0, 9.7.14.5.8) says: with
 // g = lane / 4 and t = lane % 4, a thread holds of A rows g and g + 8, columns 2t, 2t+1 and 2t+8, 2t+9; of B
 // the same rows k of column g; of D rows g and g + 8, columns 2t, 2t+1.
@@ -13,12 +13,6 @@ namespace attnres::ptx {
 // 9.7.14.5.15 ldmatrix: four 8 x 8 matrices of 16-bit elements; lane i gives the address of a row. sm_75.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(row)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                : "r"(row)
                : "memory");
@@ -55,23 +49,6 @@ __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
                : "r"(address)
                : "memory");
   return value;
-}
-
-// 9.7.9.25.4.1 cp.async.bulk, shared memory to that of a peer in the cluster, completing on a barrier of the
-// peer. sm_90.
-__device__ __forceinline__ void bulk_copy_to_peer(uint32_t destination, uint32_t source,
-                                                  uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(destination),
-      "r"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-// 9.7.13.15.13 mbarrier.arrive on a peer's barrier (release, cluster scope). sm_90.
-__device__ __forceinline__ void mbarrier_arrive_at_peer(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
 }
 
 // 9.7.19.5 setmaxnreg: registers of this warp from now on; all warps of a warp group alike. sm_90a.

@@ -395,6 +395,12 @@ def checked_index(name: str, value: Any) -> int:
     return operator.index(value)
 
 
+def refuse_wide(name: str, index: int) -> None:
+    """What no op takes; while a graph is traced, its compiler says so."""
+    if not torch.compiler.is_compiling() and isinstance(index, int) and index.bit_length() > 63:
+        raise ValueError(f"{name}: expected a 64-bit integer, got {index}")
+
+
 def checked_epsilon(name: str, value: Any) -> float:
     """A real number, also NumPy's; whether it is finite and not negative is for the library."""
     if type(value) is float or isinstance(value, torch.SymFloat):

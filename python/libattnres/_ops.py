@@ -49,6 +49,7 @@ from libattnres._call import (
     known,
     refuse_grad_of,
     refuse_tangents_of,
+    refuse_wide,
 )
 from libattnres._dispatch import check_backend, requested_backend
 from libattnres._eager import eager
@@ -133,10 +134,8 @@ def attn_res(
     block_write_idx = checked_index("block_write_idx", block_write_idx)
     eps = checked_epsilon("eps", eps)
     output_norm_eps = checked_epsilon("output_norm_eps", output_norm_eps)
-    if not torch.compiler.is_compiling():
-        for name, index in (("num_blocks", num_blocks), ("block_write_idx", block_write_idx)):
-            if isinstance(index, int) and index.bit_length() > 63:
-                raise ValueError(f"{name}: expected a 64-bit integer, got {index}")
+    refuse_wide("num_blocks", num_blocks)
+    refuse_wide("block_write_idx", block_write_idx)
     check_pdl(pdl)
     check_batch_invariant(batch_invariant)
     check_backend(backend, plan)

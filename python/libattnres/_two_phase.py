@@ -285,6 +285,11 @@ def explain_bank(
     -------
     Explanation
         Backend, what decided, and reasons; its ``plan`` is None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`attn_res_bank`, and for DTensors.
     """
     for name, tensor in zip(BankCall.ARGUMENTS, (blocks, norm_weights, qk_weights, bank, lse), strict=True):
         _two_phase_ops.refuse_dtensor(name, tensor)
@@ -324,6 +329,11 @@ def explain_merge(
     -------
     Explanation
         Backend, what decided, and reasons; its ``plan`` is None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`attn_res_merge`, and for DTensors.
     """
     tensors = (prefix, delta, bank, lse, norm_weight, qk_weight, output_norm_weight, blocks, out)
     for name, tensor in zip(MergeCall.ARGUMENTS, tensors, strict=True):

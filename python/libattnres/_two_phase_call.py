@@ -256,9 +256,9 @@ def check_bank_tensors(
     if bank_dtype is not None:
         check_bank_dtype("bank_dtype", bank_dtype, dtype)
     if bank is not None:
-        check_tensor(
-            "bank", bank, "[S, T, H]", bank_dtype, device, "blocks" if bank_dtype is None else "asked"
-        )
+        check_tensor("bank", bank, "[S, T, H]", None, device, "blocks")
+        if bank_dtype not in (None, bank.dtype):
+            raise ValueError(f"bank: expected dtype {bank_dtype} as bank_dtype asks, got {bank.dtype}")
         check_shape("bank", bank, num_sites, num_bank_tokens, hidden_size)
         check_bank_dtype("bank", bank.dtype, dtype)
         bank_dtype = bank.dtype

@@ -22,7 +22,14 @@ from typing import Any
 import torch
 
 from libattnres import _two_phase_call
-from libattnres._call import check_batch_invariant, check_pdl, check_type, checked_epsilon, checked_index
+from libattnres._call import (
+    check_batch_invariant,
+    check_pdl,
+    check_type,
+    checked_epsilon,
+    checked_index,
+    refuse_wide,
+)
 from libattnres._dispatch import check_backend, requested_backend
 from libattnres._ops import any_dtensor, hand_over, register, same_memory
 from libattnres._two_phase_call import check_bank_without_memory, check_merge_without_memory
@@ -102,6 +109,7 @@ def attn_res_bank(
         if tensor is not None or name in tensors:
             check_tensor_type(name, tensor)
     num_blocks = checked_index("num_blocks", num_blocks)
+    refuse_wide("num_blocks", num_blocks)
     eps = checked_epsilon("eps", eps)
     if bank_dtype is not None:
         _two_phase_call.check_bank_dtype("bank_dtype", bank_dtype, blocks.dtype)
@@ -155,6 +163,7 @@ def attn_res_merge(
         if tensor is not None or name in ("prefix", "bank", "lse", "norm_weight", "qk_weight"):
             check_tensor_type(name, tensor)
     block_write_idx = checked_index("block_write_idx", block_write_idx)
+    refuse_wide("block_write_idx", block_write_idx)
     eps = checked_epsilon("eps", eps)
     output_norm_eps = checked_epsilon("output_norm_eps", output_norm_eps)
     check_common(backend, pdl, batch_invariant)
@@ -163,6 +172,7 @@ def attn_res_merge(
         ("out", out, "delta", delta),
         ("out", out, "bank", bank),
         ("prefix", prefix, "delta", delta),
+        ("prefix", None if delta is None else prefix, "bank", bank),
     ):
         if written is not None and written is tensor:
             raise ValueError(

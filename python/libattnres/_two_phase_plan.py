@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from libattnres._call import resolved_batch_invariant
+from libattnres._dispatch import requested_backend
 from libattnres.backends import native
 
 __all__ = ["Choice", "choose", "sites_per_pass"]
@@ -39,6 +40,10 @@ TABLE = (
     Row(384, 6, 16),
     Row(math.inf, 3, 8),
 )
+
+
+MAX_SITES = 1024
+"""What a pass serves at most."""
 
 
 class Choice(NamedTuple):
@@ -93,8 +98,9 @@ def unmeasured(
         return "the choice depends on the batch, on which no bit may depend"
     if device.type != "cuda":
         return f"only native kernels gain by it, the rows are on {device.type}"
-    if backend not in (None, "auto", "native"):
-        return f"only native kernels gain by it, the backend is {backend}"
+    forced, _ = requested_backend(backend, None)  # which heeds LIBATTNRES_BACKEND
+    if forced not in (None, "native"):
+        return f"only native kernels gain by it, the backend is {forced}"
     if dtype != torch.bfloat16:
         return f"only native kernels gain by it, the rows are {dtype}"
     reason = native.device_reason(-1 if device.index is None else device.index)
@@ -111,7 +117,7 @@ def sites_per_pass(
     max_bytes: int | None,
 ) -> int:
     """How many calls one pass serves so that what it leaves takes no more memory: equal shares."""
-    passes = 1
+    passes = max(1, -(-num_sites // MAX_SITES))
     # By comparisons alone: under torch.compile the tokens may be symbolic.
     while max_bytes is not None and passes < num_sites:
         share = -(-num_sites // passes)

@@ -261,7 +261,7 @@ def attn_res_bank(
         if array is None:
             dtype = "float32" if name == "lse" else bank_dtype
             kind = None if dtype == first.dtype else dtype
-            array = empty_like(name, in_numpy(name, blocks), shape, kind)
+            array = empty_like(name, in_numpy("blocks", blocks), shape, kind)
         made[name] = array
         view = views[name] = view_of(name, array, handle)
         if name == "bank" and bank_dtype is not None:

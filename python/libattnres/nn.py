@@ -281,6 +281,8 @@ class AttnResStack(nn.Module):
         self.pdl = pdl
         self.batch_invariant = batch_invariant
         self.two_phase = two_phase
+        if bank_dtype is not None and not isinstance(bank_dtype, torch.dtype):
+            raise TypeError(f"bank_dtype: expected a torch.dtype or None, got {type(bank_dtype).__name__}")
         self.bank_dtype = bank_dtype
         self.max_bank_bytes = max_bank_bytes
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -647,6 +649,8 @@ class AttnResStack(nn.Module):
     ) -> tuple[torch.Tensor, Stream]:
         """A call in one phase, or from the bank's share of it where there is one."""
         mixed = stream.mixed
+        if mixed is not None and not 0 <= site - mixed.first_site <= mixed.bank.shape[0]:
+            mixed = None  # of other calls
         if mixed is None and site == 2 * self.first_layer:
             mixed = self._mixed_bank(site, stream)  # a stage goes on within a block
         elif mixed is not None and site == mixed.first_site + mixed.bank.shape[0]:
@@ -701,7 +705,7 @@ class AttnResStack(nn.Module):
         # A compiler finds for itself what memory is free. The pass waits for the calls that read this.
         if used is not None and not torch.compiler.is_compiling() and used.bank.shape[0] >= num_sites:
             memory = {"bank": used.bank[:num_sites], "lse": used.lse[:num_sites]}
-        norm_weights, qk_weights = self._site_weights.of(site - 2 * self.first_layer, num_sites)
+        norm_weights, qk_weights, are_new = self._site_weights.of(site - 2 * self.first_layer, num_sites)
         bank, lse = attn_res_bank(
             blocks,
             self._blocks_before_site(site),
@@ -711,8 +715,8 @@ class AttnResStack(nn.Module):
             **memory,
             bank_dtype=self.bank_dtype,
             backend=self.backend,
-            # The row that was written comes from the kernel right before.
-            pdl="wait" if self.pdl == "early" else self.pdl,
+            # The row that was written comes from the kernel right before; weights are read before the wait.
+            pdl="off" if are_new else "wait" if self.pdl == "early" else self.pdl,
             batch_invariant=self.batch_invariant,
         )
         # After a write the block's first sub-layer comes next.
@@ -752,6 +756,11 @@ class AttnResStack(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie_early()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose parameters have memory of their own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._tie_early()
 
     def _tie_early(self) -> None:
         """Before a graph is traced or captured, where passes are to be expected."""
@@ -809,16 +818,17 @@ class SiteWeights:
         """For copies, whose parameters have memory of their own."""
         return {"pairs": self.pairs, "norms": None, "queries": None}
 
-    def of(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[count, H]`` each, from one site on."""
+    def of(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """``[count, H]`` each, from one site on; and whether kernels right before this wrote them."""
+        are_tied = self.are_tied()
         # A graph's inputs may not move while it is traced.
-        if self.are_tied() if torch.compiler.is_compiling() else self.tie():
+        if are_tied or (not torch.compiler.is_compiling() and self.tie()):
             assert self.norms is not None
             assert self.queries is not None
-            return self.norms[first : first + count], self.queries[first : first + count]
+            return self.norms[first : first + count], self.queries[first : first + count], not are_tied
         pairs = self.pairs[first : first + count]
         norms, queries = zip(*((norm.weight, query.weight.squeeze(0)) for norm, query in pairs), strict=True)
-        return torch.stack(norms), torch.stack(queries)
+        return torch.stack(norms), torch.stack(queries), True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def are_tied(self) -> bool:

@@ -280,7 +280,8 @@ TEST_CASE(refusals_of_the_merge) {
                 "out: expected memory that shares no byte with prefix, got overlapping memory");
   MERGE_REFUSES(a.lse = static_cast<const float*>(a.output),
                 "out: expected memory that shares no byte with lse, got overlapping memory");
-  MERGE_REFUSES(a.bank = a.prefix,
+  // Of float32, so that more than one row would reach beyond the prefix.
+  MERGE_REFUSES((a.bank = a.prefix, a.bank_stride = 0),
                 "prefix: expected memory that shares no byte with bank, got overlapping memory");
   MERGE(ATTNRES_INVALID_ARGUMENT, 1, a.kernel = 3, "kernel: expected 0..2, got 3");
 }

@@ -425,6 +425,36 @@ def test_a_bank_of_another_type_is_taken_only_when_asked_for() -> None:
     assert stack_of(24, 12, bank_dtype=torch.float32)._choice(25, 4096, CUDA, torch.bfloat16).two_phase
 
 
+def test_the_choice_heeds_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"num_blocks": 8, "num_tokens": 1024, "num_sites": 24, "hidden_size": 7168, "device": CUDA}
+    monkeypatch.setattr(native, "device_reason", lambda device: None)
+    monkeypatch.setattr(native, "hidden_sizes", lambda: (7168,))
+    assert _two_phase_plan.choose(**arguments).two_phase
+    monkeypatch.setenv("LIBATTNRES_BACKEND", "triton")
+    reason = "only native kernels gain by it, the backend is triton"
+    assert _two_phase_plan.choose(**arguments) == (False, reason)
+    assert _two_phase_plan.choose(**arguments, backend="native").two_phase
+
+
+def test_a_pass_serves_no_more_sites_than_it_may() -> None:
+    assert _two_phase_plan.sites_per_pass(1024, 1, 64, 2, None) == 1024
+    assert _two_phase_plan.sites_per_pass(1500, 1, 64, 2, None) == 750
+
+
+def test_what_a_pass_left_for_other_calls_is_not_taken() -> None:
+    """A stream that was put together for a site before, or long after, those of its pass."""
+    stack = stack_of()
+    stream = stack.begin(rows(3, 64))
+    _, stream = stack.before_attention(0, stream, None)
+    assert stream.mixed is not None
+    for first_site in (stream.mixed.first_site + 5, -100):
+        moved = stream._replace(mixed=stream.mixed._replace(first_site=first_site))
+        hidden, after = stack.before_mlp(0, moved, rows(3, 64))
+        expected, _ = stack.before_mlp(0, stream._replace(mixed=None), rows(3, 64))
+        assert reference.same_bits(hidden, expected)
+        assert after.mixed is None
+
+
 def test_a_gpu_without_kernels_runs_in_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "device_reason", lambda device: "no kernel for it")
     choice = _two_phase_plan.choose(8, 1, 24, 7168, CUDA)

@@ -50,7 +50,7 @@ typedef enum attnres_status {
 /* Values of the int32_t fields below; 0 is always the default. */
 enum { ATTNRES_BFLOAT16 = 0, ATTNRES_FLOAT16 = 1, ATTNRES_FLOAT32 = 2 };
 enum {
-  ATTNRES_PDL_WAIT = 0, /* only weights are read before griddepcontrol.wait: always safe */
+  ATTNRES_PDL_WAIT = 0, /* only weights are read before griddepcontrol.wait */
   ATTNRES_PDL_EARLY =
       1,              /* bank rows are read before it too: the caller promises that no kernel that
                             may still be running writes rows 0..num_blocks-1 */
@@ -159,7 +159,8 @@ typedef struct attnres_bank_args {
   int32_t pdl;          /* ATTNRES_PDL_* (ignored by attnres_bank_host) */
   int32_t device;       /* CUDA device ordinal, -1 for the calling thread's current device */
 
-  int32_t num_clusters;    /* thread block clusters of attnres_bank, 0 for the plan's own choice */
+  int32_t
+      num_clusters; /* clusters that share the entries, for each share of the sites; 0: the plan's */
   int32_t num_threads;     /* as in attnres_forward_args */
   int32_t batch_invariant; /* as in attnres_forward_args, M being T */
 } attnres_bank_args;

@@ -169,8 +169,8 @@ struct ForwardArgs {
   }
 };
 
-// The bank's share of S calls, the first of two phases. H is the row size of norm_weights, T the tokens of
-// blocks. Bank is T, or float.
+// The bank's share of S calls, the first of two phases. H is hidden_size, S the rows of norm_weights, T the tokens
+// of blocks. Bank is the type of blocks, or float.
 template <Element T, Element Bank = T>
   requires std::same_as<Bank, T> || std::same_as<Bank, float>
 struct BankArgs {

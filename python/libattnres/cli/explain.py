@@ -14,6 +14,7 @@ from libattnres._dispatch import BACKENDS, Explanation
 from libattnres.cli.console import Console
 from libattnres.cli.workload import chosen_device
 from libattnres.model_walk import HIDDEN_SIZE, NUM_BANK_ROWS
+from libattnres.nn import MAX_BANK_BYTES
 
 HELP = "what would run a call here, in one phase or two, and why not something else"
 
@@ -54,8 +55,9 @@ def run(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]
     lse = torch.empty(T, device=device)
     merge = libattnres.explain_merge(prefix, delta, rows(T), lse, weight, weight, weight, **options)
     calls = {"attn_res": one_phase, "attn_res_bank": bank, "attn_res_merge": merge}
+    sites = _two_phase_plan.sites_per_pass(S, T, H, dtype.itemsize, MAX_BANK_BYTES)
     choice = _two_phase_plan.choose(
-        args.blocks, T, S, H, device, dtype, args.backend, options["batch_invariant"]
+        args.blocks, T, sites, H, device, dtype, args.backend, options["batch_invariant"]
     )
     report(console, args, calls, choice)
     results = {name: explanation.as_dict() for name, explanation in calls.items()}
