@@ -189,8 +189,8 @@ MUTATIONS = (
         "pass_reads_early",
         "a bank pass reads no row before the call that wrote it has finished",
         "python/libattnres/nn.py",
-        'pdl="wait" if self.pdl == "early" else self.pdl,',
-        "pdl=self.pdl,",
+        'pdl="off" if are_new else "wait" if self.pdl == "early" else self.pdl,',
+        'pdl="off" if are_new else self.pdl,',
         "tests/python/test_two_phase_stack.py::test_nothing_is_read_early_that_the_kernel_before_writes",
     ),
     Mutation(
