@@ -21,7 +21,8 @@ Change = tuple[str, str, str]
 """A header of cuda/, what stands there exactly once, and what is to stand there."""
 
 WAIT_FOR_SLOT = "ptx::mbarrier_wait(shared.empty(cursor.slot), cursor.parity);"
-WAIT_FOR_ROW = "ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);"
+TAKE_ROW = "take_row(uint4 (&row)[T::kVectors]) {\n    "
+WAIT_FOR_ROW = f"{TAKE_ROW}ptx::mbarrier_wait(shared_.full(cursor_.slot), cursor_.parity);"
 TRY_ROW = '"mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n"'
 TAKE_CHUNK = "#pragma unroll\n    for (int r = 0; r < kRows; ++r) take_row(rows[r]);\n"
 RELEASE_CHUNK = "    release_rows(first, kRows);\n"
@@ -48,7 +49,7 @@ WIDENED: tuple[Change, ...] = (
 
 MUTATIONS: dict[str, tuple[Change, ...]] = {
     "a slot is filled before it was handed back": ((RING, WAIT_FOR_SLOT, ""),),
-    "a row is read before it has arrived": ((RING, WAIT_FOR_ROW, ""),),
+    "a row is read before it has arrived": ((RING, WAIT_FOR_ROW, TAKE_ROW),),
     "a chunk's slots are handed back before they are read": (
         (RING, TAKE_CHUNK + RELEASE_CHUNK, RELEASE_CHUNK + TAKE_CHUNK),
     ),

@@ -845,17 +845,27 @@ def audit_binary(
     return sorted(audits, key=lambda audit: (audit.kernel, audit.target))
 
 
+MORE_THAN_HOPPER = {"bank": 1.05}
+"""What a kernel may issue on another target, times what it does on Hopper, where that is more than once.
+
+The bank kernel's products are the same everywhere, and few of its other instructions have packed forms.
+"""
+
+
 def compare_targets(audits: Sequence[Audit], base: str = "90a") -> None:
-    """No target may issue more instructions per token than Hopper's code does."""
+    """No target may issue more instructions per token than Hopper's code does, or what is said above."""
     issued: Mapping[Kernel, float] = {
         audit.kernel: audit.warp_instructions_per_token for audit in audits if audit.target == base
     }
     for audit in audits:
-        allowed = issued.get(audit.kernel)
-        if allowed is not None and audit.warp_instructions_per_token > allowed:
+        on_base = issued.get(audit.kernel)
+        if on_base is None:
+            continue
+        allowed = on_base * MORE_THAN_HOPPER.get(audit.kernel.name, 1.0)
+        if audit.warp_instructions_per_token > allowed:
             audit.problems.append(
                 f"{audit.warp_instructions_per_token:g} instructions per token, "
-                f"expected at most the {allowed:g} of {base}"
+                f"expected at most {allowed:g}, {base} issuing {on_base:g}"
             )
 
 
