@@ -845,7 +845,7 @@ def audit_binary(
     return sorted(audits, key=lambda audit: (audit.kernel, audit.target))
 
 
-MORE_THAN_HOPPER = {"bank": 1.05}
+MORE_THAN_HOPPER = {"bank": 1.1}
 """What a kernel may issue on another target, times what it does on Hopper, where that is more than once.
 
 The bank kernel's products are the same everywhere, and few of its other instructions have packed forms.
