@@ -122,7 +122,7 @@ attnres_forward_args as_forward(const attnres_merge_args& args) {
   return forward;
 }
 
-MergePlan make_merge_plan(const attnres_merge_args& args, int compute_major, int num_sms) {
+MergePlan make_merge_plan(const attnres_merge_args& args, int num_sms) {
   if (args.num_tokens > std::numeric_limits<int32_t>::max()) {
     fail(ATTNRES_UNSUPPORTED, "num_tokens: expected at most 2147483647 on a device, got " +
                                   std::to_string(args.num_tokens));
@@ -133,7 +133,8 @@ MergePlan make_merge_plan(const attnres_merge_args& args, int compute_major, int
              std::to_string(args.rows_per_stage));
   }
   const int64_t entries = args.num_bank_tokens, prefixes = args.num_tokens / entries;
-  PlanRow row = choose_row(as_forward(args), builtin_merge_plan(compute_major), num_sms);
+  const attnres_forward_args forward = as_forward(args);
+  PlanRow row = choose_row(forward, builtin_merge_plan(), num_sms);
   row.rows_per_stage = 1;
   const bool ring = row.kernel == ATTNRES_KERNEL_RING;
   const bool has_output_norm = args.output_norm_weight != nullptr;
@@ -165,7 +166,7 @@ MergePlan make_merge_plan(const attnres_merge_args& args, int compute_major, int
       .max_ring_rows = plan.kernel.max_ring_rows,
       .fixed_shared_memory = plan.kernel.fixed_shared_memory,
       .rows_per_entry = plan.kernel.mixed_slots + (args.delta != nullptr ? 2 : 1) * prefixes};
-  plan.ring = shape_ring(kernel, as_forward(args), row, num_sms, describe(wanted));
+  plan.ring = shape_ring(kernel, forward, row, num_sms, describe(wanted));
   plan.grid_size = plan.ring.grid_size;
   return plan;
 }
@@ -230,7 +231,7 @@ void device_bank_floor(const attnres_bank_args& args, CUstream_st* stream) {
 void device_merge(const attnres_merge_args& args, CUstream_st* stream) {
   const CurrentDevice current(args.device);
   const attnres_probe_info& info = require_native(current.ordinal());
-  const MergePlan plan = make_merge_plan(args, info.compute_major, info.num_sms);
+  const MergePlan plan = make_merge_plan(args, info.num_sms);
   prepare(*plan.entry, current.ordinal());
   MergeParams params = merge_params(args, plan.ring.ring_rows);
   cudaLaunchAttribute attributes[2]{};

@@ -67,7 +67,7 @@ std::span<const PlanRow> builtin_plan(int compute_major, bool shares_entries) {
   return kHopperPlan;
 }
 
-std::span<const PlanRow> builtin_merge_plan(int) { return kMergePlan; }
+std::span<const PlanRow> builtin_merge_plan() { return kMergePlan; }
 
 PlanRow choose_row(const attnres_forward_args& args, std::span<const PlanRow> table, int num_sms) {
   require_consistent_overrides(args);

@@ -13,8 +13,8 @@ namespace attnres {
 // The measured or derived table of an architecture family, for calls with one prefix per bank entry or several.
 std::span<const PlanRow> builtin_plan(int compute_major, bool shares_entries);
 
-// The same for merges, which have one bank row and take no table of a plan file.
-std::span<const PlanRow> builtin_merge_plan(int compute_major);
+// That of merges on every GPU: they have one bank row and take no table of a plan file.
+std::span<const PlanRow> builtin_merge_plan();
 
 // The row of `table` that serves checked arguments with num_tokens > 0 on `num_sms` multiprocessors, with
 // the call's overrides. Throws Error(ATTNRES_UNSUPPORTED) for overrides that contradict each other.

@@ -666,7 +666,7 @@ TEST_CASE(a_merge_takes_the_kernel_of_its_row_of_the_plan) {
   for (const int device : {kHopper, kBlackwell, kSlice}) {
     const FakeDevice& fake = kDevices[device];
     for (int32_t tokens = 1; tokens <= 8192; tokens += tokens < 600 ? 1 : 97) {
-      const auto plan = attnres::builtin_merge_plan(fake.major);
+      const auto plan = attnres::builtin_merge_plan();
       const attnres::PlanRow* row = plan.data();
       while (tokens > row->max_entries_per_sm * fake.num_sms) ++row;
       const bool ring = row->kernel == ATTNRES_KERNEL_RING;

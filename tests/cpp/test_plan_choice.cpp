@@ -158,7 +158,7 @@ TEST_CASE(batch_invariant_override_must_name_the_kernel_in_full) {
 TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
   for (const std::span<const PlanRow> table :
        {builtin_plan(9, false), builtin_plan(9, true), builtin_plan(10, false),
-        builtin_plan(10, true), builtin_merge_plan(9), builtin_merge_plan(10)}) {
+        builtin_plan(10, true), builtin_merge_plan()}) {
     EXPECT(table.back().reads == Reads::kAny);
     EXPECT_EQ(table.back().max_sources, kMaxSources);
     EXPECT_EQ(table.back().max_entries_per_sm, kUnbounded);
@@ -176,22 +176,20 @@ TEST_CASE(builtin_tables_serve_every_call_and_go_up) {
 }
 
 TEST_CASE(merge_plan_goes_from_clusters_to_the_ring_by_tokens_alone) {
-  for (const int major : {9, 10}) {
-    const std::span<const PlanRow> table = builtin_merge_plan(major);
-    double entries_per_sm = 0.0;
-    bool ring = false;
-    for (const PlanRow& row : table) {
-      EXPECT(row.reads == Reads::kAny);
-      EXPECT_EQ(row.max_sources, kMaxSources);
-      EXPECT(row.max_entries_per_sm > entries_per_sm);
-      entries_per_sm = row.max_entries_per_sm;
-      EXPECT(!ring || row.kernel == ATTNRES_KERNEL_RING);
-      ring = row.kernel == ATTNRES_KERNEL_RING;
-      if (ring) EXPECT_EQ(row.rows_per_stage, 1);  // there is one bank row
-    }
-    for (const int pdl : {ATTNRES_PDL_OFF, ATTNRES_PDL_WAIT, ATTNRES_PDL_EARLY}) {
-      EXPECT(choose_row(call(1, 1, pdl), table, 132) == table.front());
-      EXPECT(choose_row(call(8192, 1, pdl), table, 132) == table.back());
-    }
+  const std::span<const PlanRow> table = builtin_merge_plan();
+  double entries_per_sm = 0.0;
+  bool ring = false;
+  for (const PlanRow& row : table) {
+    EXPECT(row.reads == Reads::kAny);
+    EXPECT_EQ(row.max_sources, kMaxSources);
+    EXPECT(row.max_entries_per_sm > entries_per_sm);
+    entries_per_sm = row.max_entries_per_sm;
+    EXPECT(!ring || row.kernel == ATTNRES_KERNEL_RING);
+    ring = row.kernel == ATTNRES_KERNEL_RING;
+    if (ring) EXPECT_EQ(row.rows_per_stage, 1);  // there is one bank row
+  }
+  for (const int pdl : {ATTNRES_PDL_OFF, ATTNRES_PDL_WAIT, ATTNRES_PDL_EARLY}) {
+    EXPECT(choose_row(call(1, 1, pdl), table, 132) == table.front());
+    EXPECT(choose_row(call(8192, 1, pdl), table, 132) == table.back());
   }
 }
