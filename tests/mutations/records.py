@@ -29,6 +29,7 @@ class Mutation:
 
 CHECK, C_API, PLAN_FILE = "cpp/src/check.cpp", "cpp/src/c_api.cpp", "cpp/src/plan_file.cpp"
 HOST, RING, CLUSTER = "cpp/src/host_forward.cpp", "cuda/forward_ring.cuh", "cuda/forward_cluster.cuh"
+BANK, MERGE = "cuda/bank_pass.cuh", "cuda/merge_cluster.cuh"
 
 MUTATIONS = (
     Mutation(
@@ -259,6 +260,33 @@ MUTATIONS = (
         "  if (T::kStaticCommonPath || params.block_write_idx < 0) ptx::griddepcontrol_launch_dependents();",
         "  ptx::griddepcontrol_launch_dependents();",
         "tests/python/test_races_gpu.py::test_a_dependent_that_waits_sees_all_and_disturbs_nothing",
+        gpu=True,
+    ),
+    Mutation(
+        "wide_offsets",
+        "offsets in a bank of more than 4 GiB are of 64 bits",
+        RING,
+        "blocks + int64_t{entry} * params.blocks_token_stride;",
+        "blocks + static_cast<int32_t>(entry * params.blocks_token_stride);",
+        "tests/python/test_memory_gpu.py::test_offsets_beyond_32_bits",
+        gpu=True,
+    ),
+    Mutation(
+        "bank_wait",
+        "the bank pass reads rows only after griddepcontrol.wait",
+        BANK,
+        "  const Share<T> share(params);\n  ptx::griddepcontrol_wait();\n",
+        "  const Share<T> share(params);\n",
+        "tests/python/test_races_gpu.py::test_a_late_writer_ahead_of_a_bank_pass_is_waited_for",
+        gpu=True,
+    ),
+    Mutation(
+        "merge_wait",
+        "a merge reads the prefix and delta only after griddepcontrol.wait, early or not",
+        MERGE,
+        "  if (early) ptx::griddepcontrol_wait();\n",
+        "",
+        "tests/python/test_races_gpu.py::test_a_late_writer_ahead_of_a_merge_is_waited_for",
         gpu=True,
     ),
 )
