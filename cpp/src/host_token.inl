@@ -352,12 +352,18 @@ struct Exponentials {
   float log() const { return maximum + std::log(sum); }
 };
 
-// scores -> softmax, in place. A NaN score makes every weight NaN.
+// scores -> softmax, in place. A NaN score makes every weight NaN, one NaN whichever it was: the sign of a
+// NaN depends on the order of operands, which differs between the ways to compute a score.
 Exponentials softmax(float* scores, int n) {
   float maximum = scores[0];
   for (int i = 1; i < n; ++i) maximum = scores[i] > maximum ? scores[i] : maximum;
   float sum = 0.0f;
   for (int i = 0; i < n; ++i) sum += scores[i] = std::exp(scores[i] - maximum);
+  if (std::isnan(sum)) {
+    maximum = sum = std::numeric_limits<float>::quiet_NaN();
+    for (int i = 0; i < n; ++i) scores[i] = sum;
+    return {maximum, sum};
+  }
   for (int i = 0; i < n; ++i) scores[i] /= sum;
   return {maximum, sum};
 }

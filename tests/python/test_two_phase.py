@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -245,6 +246,29 @@ def test_a_bad_row_spoils_its_own_token_alone(value: float, backend: str) -> Non
     others = [0, 1, 3]
     assert reference.same_bits(outputs[0][others], outputs[1][others])
     assert outputs[1][2].isnan().all()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_the_sign_of_a_nan_does_not_depend_on_the_call_site(
+    backend: str, dtype: torch.dtype, num_blocks: int
+) -> None:
+    """Kernels take sites two by two and the last alone: in other orders of operands, whose first NaN wins."""
+    places = list(itertools.permutations(range(16), 2))
+    case = Case(
+        num_entries=len(places), num_blocks=num_blocks, hidden_size=16, dtype=dtype, bank_dtype=torch.float32
+    )
+    for weights in (case.norm_weights, case.qk_weights):
+        weights[:] = weights[0].clone()
+    for token, (positive, negative) in enumerate(places):
+        case.blocks[token, num_blocks - 1, positive] = math.nan
+        case.blocks[token, num_blocks - 1, negative] = torch.tensor(math.nan).neg()
+    bank, lse = case.run_bank(backend=backend)
+    assert bank.isnan().all()
+    for site in range(1, case.num_sites):
+        assert reference.same_bits(bank[site], bank[0])
+        assert reference.same_bits(lse[site], lse[0])
 
 
 @pytest.mark.parametrize("backend", [None, "torch", "native"])
