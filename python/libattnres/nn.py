@@ -848,9 +848,12 @@ class SiteWeights:
             return False
         if len({(weight.dtype, weight.device) for weight in flat}) > 1:
             return False
+        if len({weight.is_inference() for weight in flat}) > 1:
+            return False
         if flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # the views would lie in the graph's memory
-        with torch.inference_mode(False), torch.no_grad():
+        # An inference tensor counts no versions, whatever its memory: only another one may lend it that.
+        with torch.inference_mode(flat[0].is_inference()), torch.no_grad():
             self.norms = torch.stack([norm.detach() for norm, _ in weights])
             self.queries = torch.cat([query.detach() for _, query in weights])
             for index, (norm, query) in enumerate(weights):

@@ -264,6 +264,20 @@ def test_copies_have_weights_of_their_own() -> None:
     assert not reference.same_bits(run_once(other), expected)
 
 
+def test_a_stack_made_in_inference_mode_has_weights_as_any_other() -> None:
+    """An inference tensor counts no versions, and may not get the memory of a tensor that does."""
+    expected = run_once(stack_of())
+    with torch.inference_mode():
+        stack = stack_of()
+        hidden = rows(4, 64)
+        assert reference.same_bits(stack(hidden, *SUBLAYERS), expected)
+        assert reference.same_bits(stack(hidden, *SUBLAYERS), expected)
+        assert stack._site_weights.are_tied()
+        assert all(weight.is_inference() for weight in stack.parameters())
+        stack.output_attn_res_norm.weight.mul_(1.25)
+        assert not reference.same_bits(stack(hidden, *SUBLAYERS), expected)
+
+
 # --- a model that decodes -------------------------------------------------------------------------------
 
 
