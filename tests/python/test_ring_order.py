@@ -107,33 +107,41 @@ def all_changes(mutation: str | None) -> tuple[Change, ...]:
     """The widened races, and a defence less."""
     if mutation is None:
         return WIDENED
-    mutated = MUTATIONS[mutation]
-    touched = {(header, old) for header, old, _ in mutated}
-    widened = []
-    for header, old, new in WIDENED:
-        # Where a wait is taken away, what follows it stays.
-        widened.append(
-            (header, old, new.removeprefix(old)) if (header, old) in touched else (header, old, new)
-        )
-    kept = {(header, old) for header, old, _ in WIDENED}
-    return (*widened, *(change for change in mutated if change[:2] not in kept))
+    mutated = {(header, old): new for header, old, new in MUTATIONS[mutation]}
+    # Where a wait is taken away, what follows it stays.
+    widened = [
+        (header, old, mutated.pop((header, old), old) + new.removeprefix(old))
+        if new.startswith(old)
+        else (header, old, new)
+        for header, old, new in WIDENED
+    ]
+    return (*widened, *((header, old, new) for (header, old), new in mutated.items()))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    """The test program with the widened races, and with each mutation besides."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    folders = {mutation: tmp_path_factory.mktemp("ring") for mutation in (None, *MUTATIONS)}
+    builds = {mutation: build(folder, all_changes(mutation)) for mutation, folder in folders.items()}
+    outputs = {mutation: process.communicate(timeout=600)[0] for mutation, process in builds.items()}
+    for mutation, process in builds.items():
+        assert process.returncode == 0, f"{mutation}: {outputs[mutation]}"
+    return folders
+
+
+@pytest.mark.slow
+def test_every_change_compiles(programs: dict[str | None, Path]) -> None:
+    assert len(programs) == 1 + len(MUTATIONS)
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.slow
-def test_only_the_intact_order_gives_the_librarys_bits(native_device: None, tmp_path: Path) -> None:
-    if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc")
-    builds = {}
-    for number, mutation in enumerate([None, *MUTATIONS]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        builds[mutation] = (folder, build(folder, all_changes(mutation)))
-    for mutation, (_, process) in builds.items():
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, f"{mutation}: {output}"
-    for mutation, (folder, _) in builds.items():
+@pytest.mark.usefixtures("native_device")
+def test_only_the_intact_order_gives_the_librarys_bits(programs: dict[str | None, Path]) -> None:
+    for mutation, folder in programs.items():
         result = run(folder)
         if mutation is None:
             assert result.returncode == 0, result.stdout + result.stderr
