@@ -120,7 +120,7 @@ fuzz: $(TOOLS)
 	$(if $(FUZZ_CXX),,$(error fuzz needs Clang with libFuzzer; name it with FUZZ_CXX=...))
 	$(BIN)/cmake --preset fuzz -DCMAKE_CXX_COMPILER=$(FUZZ_CXX)
 	$(BIN)/cmake --build --preset fuzz
-	for name in call two_phase plan_file; do \
+	for name in $(notdir $(wildcard tests/fuzz/corpus/*)); do \
 	  mkdir -p build/fuzz/corpus/$$name && \
 	  build/fuzz/tests/fuzz/fuzz_$$name -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 \
 	    -artifact_prefix=build/fuzz/ $$(test ! -f tests/fuzz/$$name.dict || echo -dict=tests/fuzz/$$name.dict) \

@@ -203,6 +203,14 @@ MUTATIONS = (
         "tests/python/test_two_phase_stack.py::test_new_weights_are_those_of_the_next_pass",
     ),
     Mutation(
+        "weights_of_inference_mode",
+        "the site weights of a stack made in inference mode lie in memory of their kind",
+        "python/libattnres/nn.py",
+        "with torch.inference_mode(flat[0].is_inference()), torch.no_grad():",
+        "with torch.inference_mode(False), torch.no_grad():",
+        "tests/python/test_two_phase_stack.py::test_a_stack_made_in_inference_mode_has_weights_as_any_other",
+    ),
+    Mutation(
         "autograd",
         "arguments that require grad are refused rather than detached",
         "python/libattnres/_call.py",
