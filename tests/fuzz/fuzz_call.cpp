@@ -398,9 +398,12 @@ void use_call(Input& input) {
   }
 
   Bytes before = call.memory;
-  // A device's verdict is at least as strict; without a library for one, calls end there.
+  // A device judges all that a host does, but for the number of threads, which it leaves alone; without a
+  // library for one, calls end there.
   const attnres_status on_device = attnres_check(args, 1);
   require_message(on_device);
+  const bool threads_are_wrong = message.starts_with("num_threads: ");
+  REQUIRE_SAYING(verdict == ATTNRES_OK || on_device != ATTNRES_OK || threads_are_wrong, message);
   if (on_device != ATTNRES_OK || attnres_num_permutations() == 0) {
     const attnres_status status = attnres_forward(args, nullptr);
     REQUIRE(status == on_device || (on_device == ATTNRES_OK && status == ATTNRES_UNSUPPORTED));

@@ -99,8 +99,9 @@ inline int64_t row_offset(const Bytes& memory, const Array& array, int64_t i, in
          (i * array.stride[0] + j * array.stride[1]) * array.element_size;
 }
 
-// Whether every byte of every array lies in the memory. In arithmetic that cannot overflow.
+// Whether every byte of every array lies in the memory. No sum or product here passes 127 bits.
 inline bool lies_in_memory(const Bytes& memory, const std::vector<Array>& arrays) {
+  const Wide size{static_cast<int64_t>(memory.size())};
   for (const Array& array : arrays) {
     if (array.row_size < 1) return false;
     if (!array.is_there()) continue;
@@ -108,10 +109,11 @@ inline bool lies_in_memory(const Bytes& memory, const std::vector<Array>& arrays
     for (int d = 0; d < 2; ++d) {
       if (array.stride[d] < 0) return false;
       reach += Wide{array.count[d] - 1} * array.stride[d];
+      if (reach > size) return false;
     }
     const Wide begin =
         Wide{reinterpret_cast<intptr_t>(array.pointer)} - reinterpret_cast<intptr_t>(memory.data());
-    if (begin < 0 || begin + reach * array.element_size > Wide(memory.size())) return false;
+    if (begin < 0 || begin + reach * array.element_size > size) return false;
   }
   return true;
 }
@@ -129,7 +131,10 @@ constexpr int64_t kMaxPaintedBytes = 1 << 17;
 inline bool can_be_painted(const std::vector<Array>& arrays) {
   Wide bytes = 0;
   for (const Array& array : arrays) {
-    if (array.is_there()) bytes += Wide{array.count[0]} * array.count[1] * array.row_bytes();
+    if (!array.is_there()) continue;
+    const Wide rows = Wide{array.count[0]} * array.count[1];
+    if (rows > kMaxPaintedBytes) return false;
+    bytes += rows * array.row_bytes();
   }
   return bytes <= kMaxPaintedBytes;
 }
